@@ -1,0 +1,51 @@
+"""Errors of the compiler: one root, a stable code per class, a hint where one helps."""
+
+from typing import ClassVar
+
+
+class CompilerError(Exception):
+    """Root of everything the compiler raises on purpose.
+
+    Attributes:
+        code: Stable, dotted identifier; `build.user.*` is the submitter's fault, `build.app.*` ours.
+        hint: What the reader can do about it, or an empty string.
+        retryable: Whether the same input may succeed when tried again.
+    """
+
+    code: ClassVar[str] = "build.app.compiler"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UserModelError(CompilerError):
+    """The submission itself is at fault: tell the submitter and do not retry."""
+
+    code: ClassVar[str] = "build.user.model"
+
+
+class UnsupportedOperatorError(UserModelError):
+    """A node uses an operator without a kernel; the message names operator, node and what is supported."""
+
+    code: ClassVar[str] = "build.user.unsupported_op"
+
+
+class MalformedModelError(UserModelError):
+    """The file is not ONNX, is truncated, or contradicts its own pipeline description."""
+
+    code: ClassVar[str] = "build.user.malformed_model"
+
+
+class ToolchainError(CompilerError):
+    """The C compiler could not be run, crashed or refused our own code."""
+
+    code: ClassVar[str] = "build.app.toolchain"
+    retryable: ClassVar[bool] = True
+
+
+class SelfTestError(CompilerError):
+    """The shipped native code and the bit-exact simulator disagree; the bundle must not be signed."""
+
+    code: ClassVar[str] = "build.app.self_test"
