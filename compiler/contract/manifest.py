@@ -1,0 +1,246 @@
+"""The release manifest: what one bundle is, signed by its SHA-256 through TUF.
+
+A bundle is a model version compiled for one target. Its manifest names content-addressed sections; a section is loadable only
+if its bytes hash to the digest given here, whatever way (whole file, delta, reuse) they came by.
+
+Schema `sparsefleet.release/1`, canonical JSON (`compiler.contract.canonical`), unknown fields refused.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from compiler.contract.canonical import (
+    Json,
+    canonical_bytes,
+    parse_object,
+    require_sha256,
+    sha256_hex,
+)
+from compiler.contract.errors import ContractError, LimitExceededError
+from compiler.contract.planes import Plane
+
+SCHEMA: Final = "sparsefleet.release/1"
+MAX_MANIFEST_BYTES: Final = 8 * 1024 * 1024
+MAX_SECTIONS: Final = 65_536
+MAX_SECTION_BYTES: Final = 1 << 34
+COMPONENT_PATTERN: Final = re.compile(
+    r"plan|kernels|pipeline|selftest|weights\.shared|expert\.L(0|[1-9]\d{0,3})\.E(0|[1-9]\d{0,3})"
+)
+NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+VERIFIED_ON: Final = (
+    "device",
+    "host",
+    "qemu",
+    "simulator",
+    "assembled",
+    "structural",
+    "unverified",
+)
+_FIELDS: Final = frozenset(
+    "schema model version release_seq security_epoch target plan_abi requires verified_on sections "
+    "provenance_sha256".split()
+)
+_SECTION_FIELDS: Final = frozenset(("id", "size_bytes", "sha256", "planes"))
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One content-addressed file of a bundle."""
+
+    component: str
+    size_bytes: int
+    sha256: str
+    planes: tuple[Plane, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a device must have before it may install the bundle. Sizes in bytes."""
+
+    ram_bytes: int
+    free_bytes: int
+    agent_min: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseManifest:
+    """One bundle: identity, requirements and sections in ascending component order."""
+
+    model: str
+    version: str
+    release_seq: int
+    security_epoch: int
+    target: str
+    plan_abi: int
+    requires: Requirements
+    verified_on: str
+    sections: tuple[Section, ...]
+    provenance_sha256: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the size of all sections together, in bytes."""
+        return sum(section.size_bytes for section in self.sections)
+
+    def section(self, component: str) -> Section:
+        """Return the section called `component`.
+
+        Raises:
+            ContractError: The bundle has no such section.
+        """
+        for section in self.sections:
+            if section.component == component:
+                return section
+        raise ContractError(f"the bundle has no section {component!r}")
+
+    def to_bytes(self) -> bytes:
+        """Return the canonical bytes; their SHA-256 is the identity of the bundle."""
+        return canonical_bytes(
+            {
+                "schema": SCHEMA,
+                "model": self.model,
+                "version": self.version,
+                "release_seq": self.release_seq,
+                "security_epoch": self.security_epoch,
+                "target": self.target,
+                "plan_abi": self.plan_abi,
+                "requires": {
+                    "ram_bytes": self.requires.ram_bytes,
+                    "free_bytes": self.requires.free_bytes,
+                    "agent_min": self.requires.agent_min,
+                },
+                "verified_on": self.verified_on,
+                "sections": [_section_json(section) for section in self.sections],
+                "provenance_sha256": self.provenance_sha256,
+            }
+        )
+
+    @property
+    def sha256(self) -> str:
+        """Return the SHA-256 of the canonical bytes."""
+        return sha256_hex(self.to_bytes())
+
+
+def target_path(model: str, release_seq: int, target: str) -> str:
+    """Return the TUF target path of a release manifest; closed alphabet, never a file path on a device."""
+    return f"releases/{model}/{release_seq}-{target}.json"
+
+
+def parse_manifest(data: bytes) -> ReleaseManifest:
+    """Parse and check a release manifest whose digest was verified before.
+
+    Raises:
+        LimitExceededError: Larger than `MAX_MANIFEST_BYTES`, or too many or too large sections.
+        ContractError: Any field is missing, unknown, of the wrong type or out of range.
+    """
+    document = parse_object(data, limit_bytes=MAX_MANIFEST_BYTES)
+    _require_fields(document, _FIELDS, "manifest")
+    if document["schema"] != SCHEMA:
+        raise ContractError(f"manifest schema {document['schema']!r}, expected {SCHEMA!r}")
+    manifest = ReleaseManifest(
+        model=_name(document["model"], "model"),
+        version=_name(document["version"], "version"),
+        release_seq=_integer(document["release_seq"], "release_seq", 1, 1 << 53),
+        security_epoch=_integer(document["security_epoch"], "security_epoch", 0, 1 << 31),
+        target=_name(document["target"], "target"),
+        plan_abi=_integer(document["plan_abi"], "plan_abi", 1, 1 << 16),
+        requires=_requirements(document["requires"]),
+        verified_on=_one_of(document["verified_on"], VERIFIED_ON),
+        sections=_sections(document["sections"]),
+        provenance_sha256=require_sha256(document["provenance_sha256"], "provenance_sha256"),
+    )
+    if manifest.to_bytes() != data:
+        raise ContractError("manifest is not in canonical form")
+    return manifest
+
+
+def _section_json(section: Section) -> Json:
+    return {
+        "id": section.component,
+        "size_bytes": section.size_bytes,
+        "sha256": section.sha256,
+        "planes": [[plane.kind, plane.offset, plane.length] for plane in section.planes],
+    }
+
+
+def _sections(value: Json) -> tuple[Section, ...]:
+    if not isinstance(value, list) or not value:
+        raise ContractError("sections must be a non-empty list")
+    if len(value) > MAX_SECTIONS:
+        raise LimitExceededError(f"{len(value)} sections, limit {MAX_SECTIONS}")
+    sections = tuple(_section(item) for item in value)
+    names = [section.component for section in sections]
+    if names != sorted(set(names)):
+        raise ContractError("sections must be unique and in ascending order")
+    return sections
+
+
+def _section(value: Json) -> Section:
+    if not isinstance(value, dict):
+        raise ContractError("a section must be an object")
+    _require_fields(value, _SECTION_FIELDS, "section")
+    component = value["id"]
+    if not isinstance(component, str) or COMPONENT_PATTERN.fullmatch(component) is None:
+        raise ContractError(f"unknown component {component!r}")
+    size = _integer(value["size_bytes"], "size_bytes", 0, MAX_SECTION_BYTES)
+    return Section(component, size, require_sha256(value["sha256"], "sha256"), _planes(value, size))
+
+
+def _planes(value: Mapping[str, Json], size: int) -> tuple[Plane, ...]:
+    items = value["planes"]
+    if not isinstance(items, list):
+        raise ContractError("planes must be a list")
+    planes = []
+    end = 0
+    for item in items:
+        if not isinstance(item, list) or len(item) != 3 or not isinstance(item[0], str):
+            raise ContractError("a plane is [kind, offset, length]")
+        plane = Plane(
+            item[0],
+            _integer(item[1], "plane offset", 0, MAX_SECTION_BYTES),
+            _integer(item[2], "plane length", 0, MAX_SECTION_BYTES),
+        )
+        if plane.offset != end:
+            raise ContractError("planes must cover the section without gap or overlap")
+        end += plane.length
+        planes.append(plane)
+    if planes and end != size:
+        raise ContractError("planes must cover the whole section")
+    return tuple(planes)
+
+
+def _requirements(value: Json) -> Requirements:
+    if not isinstance(value, dict):
+        raise ContractError("requires must be an object")
+    _require_fields(value, frozenset(("ram_bytes", "free_bytes", "agent_min")), "requires")
+    return Requirements(
+        ram_bytes=_integer(value["ram_bytes"], "ram_bytes", 0, 1 << 50),
+        free_bytes=_integer(value["free_bytes"], "free_bytes", 0, 1 << 50),
+        agent_min=_integer(value["agent_min"], "agent_min", 0, 1 << 16),
+    )
+
+
+def _require_fields(value: Mapping[str, Json], expected: frozenset[str], what: str) -> None:
+    if value.keys() != expected:
+        odd = sorted(value.keys() ^ expected)
+        raise ContractError(f"{what}: missing or unknown fields {odd}")
+
+
+def _name(value: Json, what: str) -> str:
+    if not isinstance(value, str) or NAME_PATTERN.fullmatch(value) is None:
+        raise ContractError(f"{what} must match {NAME_PATTERN.pattern}")
+    return value
+
+
+def _one_of(value: Json, allowed: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise ContractError(f"{value!r} is not one of {', '.join(allowed)}")
+    return value
+
+
+def _integer(value: Json, what: str, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ContractError(f"{what} must be an integer in {low}..{high}")
+    return value

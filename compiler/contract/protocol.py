@@ -1,0 +1,340 @@
+"""The device protocol: paths, signatures, tokens and the documents that cross the wire under `/d/v1/`.
+
+Chain of one update, device on the left:
+
+    POST enrol          signed by the device key (RFC 9421)   -> device id, trust anchors
+    POST token          signed by the device key              -> session token (HMAC, short-lived)
+    GET  poll           session token, `If-None-Match`        -> 304, or an offer with the time of the next poll
+    GET  updates/<id>/assignment?nonce=                       -> director assignment (TUF targets document) that echoes the nonce
+    GET  /tuf/...                                             -> update metadata, release manifest
+    GET  blobs/<sha256>?update=<id>                           -> bytes (Range, If-Range); 410 once the update may no longer proceed
+    POST updates/<id>/report                                  -> facts about the update, ordered by (attempt, seq)
+    POST telemetry                                            -> batches, idempotent on (device, boot, seq)
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from compiler.contract.canonical import Json, canonical_bytes, parse_object, require_sha256
+from compiler.contract.errors import ContractError
+
+DEVICE_PREFIX: Final = "/d/v1/"
+PATH_ENROL: Final = "/d/v1/enrol"
+PATH_TOKEN: Final = "/d/v1/token"  # noqa: S105 -- a path, not a secret
+PATH_POLL: Final = "/d/v1/poll"
+PATH_TELEMETRY: Final = "/d/v1/telemetry"
+PATH_TUF: Final = "/tuf/"
+ASSIGNMENT_SCHEMA: Final = "sparsefleet.assignment/1"
+REPORT_SCHEMA: Final = "sparsefleet.report/1"
+MAX_DOCUMENT_BYTES: Final = 256 * 1024
+MAX_REPORT_TEXT: Final = 2_000
+NONCE_BYTES: Final = 16
+
+# RFC 9421: what a signature by the device key has to cover, and for how long it is good.
+SIGNATURE_TAG: Final = "sparsefleet-device"
+SIGNATURE_COMPONENTS: Final = (
+    "@method",
+    "@authority",
+    "@target-uri",
+    "content-digest",
+    "content-type",
+)
+SIGNATURE_MAX_AGE_S: Final = 300
+
+
+class UpdateState(StrEnum):
+    """State of one device taking one bundle; the server's table is `fleet.states.UPDATE_TRANSITIONS`."""
+
+    QUEUED = "queued"
+    OFFERED = "offered"
+    AWAITING_CONSENT = "awaiting_consent"
+    DOWNLOADING = "downloading"
+    DOWNLOADED = "downloaded"
+    APPLYING = "applying"
+    STAGED = "staged"
+    ACTIVATING = "activating"
+    PROBATION = "probation"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    ROLLED_BACK = "rolled_back"
+    REJECTED = "rejected"
+    TIMED_OUT = "timed_out"
+    CANCELLED = "cancelled"
+    SUPERSEDED = "superseded"
+    REMOVED = "removed"
+    SKIPPED = "skipped"
+
+
+TERMINAL_STATES: Final = frozenset(
+    {
+        UpdateState.SUCCEEDED,
+        UpdateState.FAILED,
+        UpdateState.ROLLED_BACK,
+        UpdateState.REJECTED,
+        UpdateState.TIMED_OUT,
+        UpdateState.CANCELLED,
+        UpdateState.SUPERSEDED,
+        UpdateState.REMOVED,
+        UpdateState.SKIPPED,
+    }
+)
+
+
+class OfferKind(StrEnum):
+    """What an offer asks for."""
+
+    INSTALL = "install"
+    ROLLBACK = "rollback"  # go back to the bundle named, whose sections the device already has
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One update offered to one device."""
+
+    update_id: int
+    attempt: int
+    kind: OfferKind
+    version: str
+    manifest_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class PollAnswer:
+    """The whole answer to a poll. `offer` is None when there is nothing to do.
+
+    `arm` and `rollout_id` tag telemetry: `treatment` or `control` in a running rollout, else empty.
+    """
+
+    poll_after_s: float
+    offer: Offer | None
+    rollout_id: int | None
+    stage: int | None
+    arm: str
+
+    def to_bytes(self) -> bytes:
+        """Return the canonical JSON body."""
+        offer: Json = None
+        if self.offer is not None:
+            offer = {
+                "update_id": self.offer.update_id,
+                "attempt": self.offer.attempt,
+                "kind": self.offer.kind.value,
+                "version": self.offer.version,
+                "manifest_sha256": self.offer.manifest_sha256,
+            }
+        return canonical_bytes(
+            {
+                "poll_after_s": self.poll_after_s,
+                "offer": offer,
+                "rollout_id": self.rollout_id,
+                "stage": self.stage,
+                "arm": self.arm,
+            }
+        )
+
+
+def parse_poll_answer(data: bytes) -> PollAnswer:
+    """Parse a poll answer.
+
+    Raises:
+        ContractError: A field is missing or of the wrong type.
+    """
+    document = parse_object(data, limit_bytes=MAX_DOCUMENT_BYTES)
+    delay = document.get("poll_after_s")
+    if isinstance(delay, bool) or not isinstance(delay, (int, float)) or not 0 < delay < 86_400:
+        raise ContractError("poll_after_s must be a number of seconds in (0, 86400)")
+    arm = document.get("arm", "")
+    if not isinstance(arm, str):
+        raise ContractError("arm must be a string")
+    offer = document.get("offer")
+    return PollAnswer(
+        poll_after_s=float(delay),
+        offer=None if offer is None else _offer(offer),
+        rollout_id=optional_integer(document, "rollout_id"),
+        stage=optional_integer(document, "stage"),
+        arm=arm,
+    )
+
+
+def _offer(value: Json) -> Offer:
+    if not isinstance(value, Mapping):
+        raise ContractError("offer must be an object")
+    kind = value.get("kind")
+    if kind not in {item.value for item in OfferKind}:
+        raise ContractError(f"unknown offer kind {kind!r}")
+    return Offer(
+        update_id=integer(value, "update_id"),
+        attempt=integer(value, "attempt"),
+        kind=OfferKind(str(kind)),
+        version=text(value, "version"),
+        manifest_sha256=require_sha256(value.get("manifest_sha256"), "manifest_sha256"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """A fact about one update, ordered by (attempt, seq) and never by a clock of the device.
+
+    Attributes:
+        state: State the device is in now.
+        running_manifest_sha256: What it runs at this moment, or an empty string before the first bundle.
+        downloaded_bytes: Payload bytes fetched for this update so far.
+        code: Error code when the state is a bad end, else empty.
+    """
+
+    update_id: int
+    attempt: int
+    seq: int
+    state: UpdateState
+    running_manifest_sha256: str
+    downloaded_bytes: int
+    code: str
+    message: str
+
+    def to_bytes(self) -> bytes:
+        """Return the canonical JSON body."""
+        return canonical_bytes(
+            {
+                "schema": REPORT_SCHEMA,
+                "update_id": self.update_id,
+                "attempt": self.attempt,
+                "seq": self.seq,
+                "state": self.state.value,
+                "running_manifest_sha256": self.running_manifest_sha256,
+                "downloaded_bytes": self.downloaded_bytes,
+                "code": self.code,
+                "message": self.message[:MAX_REPORT_TEXT],
+            }
+        )
+
+
+def parse_report(data: bytes) -> UpdateReport:
+    """Parse an update report.
+
+    Raises:
+        ContractError: A field is missing, of the wrong type, or the state is unknown.
+    """
+    document = parse_object(data, limit_bytes=MAX_DOCUMENT_BYTES)
+    if document.get("schema") != REPORT_SCHEMA:
+        raise ContractError(f"report schema must be {REPORT_SCHEMA!r}")
+    state = document.get("state")
+    if state not in {item.value for item in UpdateState}:
+        raise ContractError(f"unknown update state {state!r}")
+    running = text(document, "running_manifest_sha256")
+    return UpdateReport(
+        update_id=integer(document, "update_id"),
+        attempt=integer(document, "attempt"),
+        seq=integer(document, "seq"),
+        state=UpdateState(str(state)),
+        running_manifest_sha256=require_sha256(running, "running_manifest_sha256")
+        if running
+        else "",
+        downloaded_bytes=integer(document, "downloaded_bytes"),
+        code=text(document, "code"),
+        message=text(document, "message")[:MAX_REPORT_TEXT],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaOffer:
+    """A delta that leads from the bundle a device runs to the assigned one; signed inside the assignment."""
+
+    base_manifest_sha256: str
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The `custom` part of a director's TUF targets document for one device; always the full desired state."""
+
+    device_id: str
+    key_thumbprint: str
+    assignment_seq: int
+    nonce: str
+    kind: OfferKind
+    security_floor: int
+    delta: DeltaOffer | None
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the JSON form stored as `custom` of the one target."""
+        delta: Json = None
+        if self.delta is not None:
+            delta = {
+                "base_manifest_sha256": self.delta.base_manifest_sha256,
+                "sha256": self.delta.sha256,
+                "size_bytes": self.delta.size_bytes,
+            }
+        return {
+            "schema": ASSIGNMENT_SCHEMA,
+            "device_id": self.device_id,
+            "key_thumbprint": self.key_thumbprint,
+            "assignment_seq": self.assignment_seq,
+            "nonce": self.nonce,
+            "kind": self.kind.value,
+            "security_floor": self.security_floor,
+            "delta": delta,
+        }
+
+
+def assignment_from_json(document: Mapping[str, Json]) -> Assignment:
+    """Build an assignment from the verified `custom` object.
+
+    Raises:
+        ContractError: A field is missing or of the wrong type.
+    """
+    if document.get("schema") != ASSIGNMENT_SCHEMA:
+        raise ContractError(f"assignment schema must be {ASSIGNMENT_SCHEMA!r}")
+    delta = document.get("delta")
+    if delta is not None and not isinstance(delta, Mapping):
+        raise ContractError("delta must be an object or null")
+    return Assignment(
+        device_id=text(document, "device_id"),
+        key_thumbprint=require_sha256(document.get("key_thumbprint"), "key_thumbprint"),
+        assignment_seq=integer(document, "assignment_seq"),
+        nonce=text(document, "nonce"),
+        kind=OfferKind(text(document, "kind")),
+        security_floor=integer(document, "security_floor"),
+        delta=None if delta is None else _delta_offer(delta),
+    )
+
+
+def _delta_offer(value: Mapping[str, Json]) -> DeltaOffer:
+    return DeltaOffer(
+        base_manifest_sha256=require_sha256(
+            value.get("base_manifest_sha256"), "base_manifest_sha256"
+        ),
+        sha256=require_sha256(value.get("sha256"), "delta sha256"),
+        size_bytes=integer(value, "size_bytes"),
+    )
+
+
+def integer(document: Mapping[str, Json], name: str) -> int:
+    """Return the non-negative integer field `name`.
+
+    Raises:
+        ContractError: It is missing, not an integer, or negative.
+    """
+    value = document.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+        raise ContractError(f"{name} must be a non-negative integer")
+    return value
+
+
+def optional_integer(document: Mapping[str, Json], name: str) -> int | None:
+    """Return the non-negative integer field `name`, or None when it is null or absent."""
+    return None if document.get(name) is None else integer(document, name)
+
+
+def text(document: Mapping[str, Json], name: str) -> str:
+    """Return the string field `name`.
+
+    Raises:
+        ContractError: It is missing or not a string.
+    """
+    value = document.get(name)
+    if not isinstance(value, str):
+        raise ContractError(f"{name} must be a string")
+    return value

@@ -1,0 +1,199 @@
+"""Telemetry batches: counters and mergeable sketches, idempotent on (device, boot, seq).
+
+A sketch is a histogram on a fixed logarithmic grid with gamma = 2^(1/32) (OpenTelemetry exponential histogram, scale 5;
+Prometheus native histogram, schema 5): bucket i holds values in (gamma^i, gamma^(i+1)]. Merging is the addition of integers,
+so it is associative, order-free and exact; the relative error of a quantile is at most 1.1 %.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from compiler.contract.canonical import Json, canonical_bytes, parse_object, require_sha256
+from compiler.contract.errors import ContractError
+from compiler.contract.protocol import integer, optional_integer, text
+
+SCHEMA: Final = "sparsefleet.telemetry/1"
+MAX_BATCH_BYTES: Final = 64 * 1024
+MAX_BUCKETS: Final = 2_048
+BUCKETS_PER_OCTAVE: Final = 32
+MIN_INDEX: Final = -1_024  # 2^-32
+MAX_INDEX: Final = 1_024  # 2^32
+_LIMIT: Final = 1 << 53
+
+
+@dataclass(slots=True)
+class Sketch:
+    """Log histogram: bucket index -> count. Values are positive; zero and below go to the lowest bucket."""
+
+    buckets: dict[int, int] = field(default_factory=dict)
+
+    def add(self, value: float, count: int = 1) -> None:
+        """Count `value` (any unit, the same for the whole sketch)."""
+        index = bucket_index(value)
+        self.buckets[index] = self.buckets.get(index, 0) + count
+
+    def merge(self, other: "Sketch") -> None:
+        """Add the counts of `other` to this sketch."""
+        for index, count in other.buckets.items():
+            self.buckets[index] = self.buckets.get(index, 0) + count
+
+    @property
+    def count(self) -> int:
+        """Return how many values were counted."""
+        return sum(self.buckets.values())
+
+    def quantile(self, q: float) -> float | None:
+        """Return the value at quantile `q` in [0, 1] to 1.1 %, or None when the sketch is empty."""
+        total = self.count
+        if total == 0:
+            return None
+        rank = q * (total - 1)
+        seen = 0
+        for index in sorted(self.buckets):
+            seen += self.buckets[index]
+            if seen > rank:
+                return bucket_value(index)
+        return bucket_value(max(self.buckets))
+
+    def count_above(self, value: float) -> int:
+        """Return how many counted values lie in buckets above the one of `value`."""
+        limit = bucket_index(value)
+        return sum(count for index, count in self.buckets.items() if index > limit)
+
+    def to_json(self) -> Json:
+        """Return [[index, count], ...] in ascending index order."""
+        return [[index, count] for index, count in sorted(self.buckets.items())]
+
+
+def bucket_index(value: float) -> int:
+    """Return the bucket of `value` on the fixed grid, clamped to its ends."""
+    if not value > 0:
+        return MIN_INDEX
+    index = math.ceil(math.log2(value) * BUCKETS_PER_OCTAVE) - 1
+    return max(MIN_INDEX, min(MAX_INDEX, index))
+
+
+def bucket_value(index: int) -> float:
+    """Return the geometric middle of bucket `index`."""
+    return 2.0 ** ((index + 0.5) / BUCKETS_PER_OCTAVE)
+
+
+def sketch_from_json(value: Json) -> Sketch:
+    """Parse a sketch.
+
+    Raises:
+        ContractError: Not a list of [index, count] pairs in ascending order and in range.
+    """
+    if not isinstance(value, list) or len(value) > MAX_BUCKETS:
+        raise ContractError(f"a sketch is a list of at most {MAX_BUCKETS} buckets")
+    buckets: dict[int, int] = {}
+    previous = MIN_INDEX - 1
+    for item in value:
+        if not isinstance(item, list) or len(item) != 2:
+            raise ContractError("a sketch bucket is [index, count]")
+        index, count = item
+        if not _is_integer(index, MIN_INDEX, MAX_INDEX) or not _is_integer(count, 1, _LIMIT):
+            raise ContractError("sketch bucket out of range")
+        if index <= previous:
+            raise ContractError("sketch buckets must be in ascending order")
+        previous = index
+        buckets[index] = count
+    return Sketch(buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryBatch:
+    """What one device measured since its last batch while running one bundle.
+
+    Attributes:
+        boot_id: Random name of this run of the agent; `seq` counts its batches from 0.
+        answers: Questions answered (whatever the outcome).
+        failures: Answers that did not end: cut off at the answer limit, an error status, or a timeout.
+        scored, correct: Answers with a known right answer, and how many of them were right.
+        degraded: Answers given in a degraded mode.
+        latency_ms: Sketch of whole-answer latency in milliseconds.
+        rollout_id, stage, arm: As told by the last poll answer; null and empty outside a rollout.
+    """
+
+    boot_id: str
+    seq: int
+    manifest_sha256: str
+    rollout_id: int | None
+    stage: int | None
+    arm: str
+    answers: int
+    failures: int
+    scored: int
+    correct: int
+    degraded: int
+    latency_ms: Sketch
+
+    def to_bytes(self) -> bytes:
+        """Return the canonical JSON body."""
+        return canonical_bytes(
+            {
+                "schema": SCHEMA,
+                "boot_id": self.boot_id,
+                "seq": self.seq,
+                "manifest_sha256": self.manifest_sha256,
+                "rollout_id": self.rollout_id,
+                "stage": self.stage,
+                "arm": self.arm,
+                "answers": self.answers,
+                "failures": self.failures,
+                "scored": self.scored,
+                "correct": self.correct,
+                "degraded": self.degraded,
+                "latency_ms": self.latency_ms.to_json(),
+            }
+        )
+
+
+def parse_batch(data: bytes) -> TelemetryBatch:
+    """Parse one telemetry batch.
+
+    Raises:
+        ContractError: Too long, a field is missing or of the wrong type, or counts that contradict each other.
+    """
+    document = parse_object(data, limit_bytes=MAX_BATCH_BYTES)
+    if document.get("schema") != SCHEMA:
+        raise ContractError(f"telemetry schema must be {SCHEMA!r}")
+    boot_id = text(document, "boot_id")
+    if not 8 <= len(boot_id) <= 64 or not boot_id.isalnum():
+        raise ContractError("boot_id must be 8..64 letters and digits")
+    counts = {name: integer(document, name) for name in _COUNTS}
+    batch = TelemetryBatch(
+        boot_id=boot_id,
+        seq=integer(document, "seq"),
+        manifest_sha256=require_sha256(document.get("manifest_sha256"), "manifest_sha256"),
+        rollout_id=optional_integer(document, "rollout_id"),
+        stage=optional_integer(document, "stage"),
+        arm=_arm(document),
+        latency_ms=sketch_from_json(document.get("latency_ms")),
+        **counts,
+    )
+    _require_consistent(batch)
+    return batch
+
+
+_COUNTS: Final = ("answers", "failures", "scored", "correct", "degraded")
+_ARMS: Final = ("", "treatment", "control")
+
+
+def _arm(document: Mapping[str, Json]) -> str:
+    arm = text(document, "arm")
+    if arm not in _ARMS:
+        raise ContractError(f"unknown arm {arm!r}")
+    return arm
+
+
+def _require_consistent(batch: TelemetryBatch) -> None:
+    parts = (batch.failures, batch.scored, batch.degraded, batch.latency_ms.count)
+    if max(parts) > batch.answers or batch.correct > batch.scored:
+        raise ContractError("telemetry counts contradict each other")
+
+
+def _is_integer(value: Json, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
