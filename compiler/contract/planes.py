@@ -1,0 +1,83 @@
+"""Components of a bundle and the planes inside a weight-bearing section.
+
+A *component* is the name of one section; the grammar is closed because names become file names and index keys. A *plane* is a
+range of a section whose bytes have one meaning, so that the delta codec can take differences of like things.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from compiler.contract.errors import ContractError, LimitExceededError
+
+PlaneKind = Literal["codes4", "scales8", "f32", "raw"]
+"""`codes4`: two 4-bit codes a byte, low nibble first. `scales8`: u8. `f32`: little-endian IEEE. `raw`: anything else, padding too."""
+
+PLANE_KINDS: Final[tuple[PlaneKind, ...]] = get_args(PlaneKind)
+ELEMENT_BYTES: Final[dict[str, int]] = {"codes4": 1, "scales8": 1, "f32": 4, "raw": 1}
+MAX_SECTION_BYTES: Final = 1 << 40
+COMPONENT_PATTERN: Final = re.compile(
+    r"plan|kernels|pipeline|selftest|weights\.shared"
+    r"|expert\.L(?:0|[1-9][0-9]{0,3})\.E(?:0|[1-9][0-9]{0,3})"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """A range of a section with one meaning.
+
+    Attributes:
+        kind: What the bytes are, one of `PLANE_KINDS`.
+        offset: First byte inside the section.
+        length: Bytes, at least 1, a multiple of the element size of `kind`.
+
+    Raises:
+        ContractError: The kind is unknown, a field is not an integer, negative, empty or not whole elements.
+        LimitExceededError: The plane reaches beyond `MAX_SECTION_BYTES`.
+    """
+
+    kind: PlaneKind
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in PLANE_KINDS:
+            raise ContractError(f"unknown plane kind {self.kind!r}")
+        if type(self.offset) is not int or type(self.length) is not int:
+            raise ContractError("plane offset and length are integers")
+        if self.offset < 0 or self.length < 1 or self.length % ELEMENT_BYTES[self.kind]:
+            raise ContractError(f"bad {self.kind} plane at {self.offset}, {self.length} bytes")
+        if self.offset + self.length > MAX_SECTION_BYTES:
+            raise LimitExceededError(f"plane ends above {MAX_SECTION_BYTES} bytes")
+
+    @property
+    def end(self) -> int:
+        """First byte behind the plane."""
+        return self.offset + self.length
+
+
+def require_component(value: object) -> str:
+    """Return `value` if it is a component name of the closed grammar.
+
+    Raises:
+        ContractError: It is anything else.
+    """
+    if not isinstance(value, str) or COMPONENT_PATTERN.fullmatch(value) is None:
+        raise ContractError("not a component name")
+    return value
+
+
+def require_cover(planes: Sequence[Plane], length: int) -> None:
+    """Check that `planes` cover a section of `length` bytes exactly, in order, without gap or overlap.
+
+    Raises:
+        ContractError: They do not.
+    """
+    position = 0
+    for plane in planes:
+        if plane.offset != position:
+            raise ContractError(f"plane at {plane.offset}, expected at {position}")
+        position = plane.end
+    if position != length:
+        raise ContractError(f"planes cover {position} of {length} bytes")
