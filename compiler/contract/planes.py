@@ -1,22 +1,23 @@
 """Components of a bundle and the planes inside a weight-bearing section.
 
-A *component* is the name of one section; the grammar is closed because names become file names and index keys. A *plane* is a
-range of a section whose bytes have one meaning, so that the delta codec can take differences of like things.
+A *component* is the name of one section; the grammar is closed because names become file names and
+index keys. A *plane* is a range of a section whose bytes have one meaning, so that the delta codec
+can take differences of like things.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from types import MappingProxyType
+from typing import Final
 
 from compiler.contract.errors import ContractError, LimitExceededError
 
-PlaneKind = Literal["codes4", "scales8", "f32", "raw"]
-"""`codes4`: two 4-bit codes a byte, low nibble first. `scales8`: u8. `f32`: little-endian IEEE. `raw`: anything else, padding too."""
-
-PLANE_KINDS: Final[tuple[PlaneKind, ...]] = get_args(PlaneKind)
-ELEMENT_BYTES: Final[dict[str, int]] = {"codes4": 1, "scales8": 1, "f32": 4, "raw": 1}
-MAX_SECTION_BYTES: Final = 1 << 40
+# kind -> bytes of one element. codes4: two 4-bit codes a byte, low nibble first (never split);
+# scales8: u8; f32: little-endian IEEE; raw: anything else, alignment padding too.
+ELEMENT_BYTES: Final = MappingProxyType({"codes4": 1, "scales8": 1, "f32": 4, "raw": 1})
+PLANE_KINDS: Final = tuple(ELEMENT_BYTES)
+MAX_SECTION_BYTES: Final = 1 << 34
 COMPONENT_PATTERN: Final = re.compile(
     r"plan|kernels|pipeline|selftest|weights\.shared"
     r"|expert\.L(?:0|[1-9][0-9]{0,3})\.E(?:0|[1-9][0-9]{0,3})"
@@ -33,11 +34,11 @@ class Plane:
         length: Bytes, at least 1, a multiple of the element size of `kind`.
 
     Raises:
-        ContractError: The kind is unknown, a field is not an integer, negative, empty or not whole elements.
+        ContractError: Unknown kind, or a field is no integer, negative, empty, no whole elements.
         LimitExceededError: The plane reaches beyond `MAX_SECTION_BYTES`.
     """
 
-    kind: PlaneKind
+    kind: str
     offset: int
     length: int
 
@@ -69,7 +70,7 @@ def require_component(value: object) -> str:
 
 
 def require_cover(planes: Sequence[Plane], length: int) -> None:
-    """Check that `planes` cover a section of `length` bytes exactly, in order, without gap or overlap.
+    """Check that `planes` cover `length` bytes exactly, in order, without gap or overlap.
 
     Raises:
         ContractError: They do not.
