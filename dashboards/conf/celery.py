@@ -1,0 +1,19 @@
+"""The Celery application; `celery -A dashboards.conf.celery worker -B` runs worker and tick in one process."""
+
+import os
+
+from celery import Celery
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "dashboards.conf.settings")  # noqa: TID251 -- Django's own switch
+
+app = Celery("sparsefleet")
+app.config_from_object("django.conf:settings", namespace="CELERY")
+app.autodiscover_tasks(["builds", "fleet"])
+
+
+@app.on_after_finalize.connect
+def _schedule(sender: Celery, **_kwargs: object) -> None:
+    from django.conf import settings
+
+    for name in ("builds.tick", "fleet.tick"):
+        sender.add_periodic_task(settings.SPARSEFLEET.tick_s, sender.signature(name), name=name)

@@ -1,0 +1,75 @@
+"""The only place on the server that reads the environment: every setting, typed, with its unit and default.
+
+The defaults are the embedded form (SQLite, local folders, file-based queue, generated keys). Production is the same code with
+`SPARSEFLEET_DATABASE_URL`, `SPARSEFLEET_BROKER_URL` and friends set. A secret may also come from a file: set `<NAME>_FILE`.
+"""
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _default_state_dir() -> Path:
+    return ROOT / "var"
+
+
+class Environment(BaseSettings):
+    """Settings of the web platform and its workers, read from `SPARSEFLEET_*`."""
+
+    model_config = SettingsConfigDict(env_prefix="SPARSEFLEET_", extra="ignore")
+
+    debug: bool = Field(False, description="Development only: stack traces in pages.")
+    state_dir: Path = Field(
+        default_factory=_default_state_dir, description="Database, blobs, keys and caches of the embedded form."
+    )
+    secret_key: str = Field("", description="Django's secret; made and kept in state_dir when empty.")
+    allowed_hosts: str = Field("127.0.0.1,localhost,[::1]", description="Comma separated host names.")
+    csrf_trusted_origins: str = Field("", description="Comma separated origins, with scheme.")
+    database_url: str = Field("", description="For example postgres://user:pw@host/db; SQLite when empty.")
+    broker_url: str = Field("", description="For example redis://host/0; a folder in state_dir when empty.")
+    signing_keys: str = Field("", description="Folder of signing keys; state_dir/keys when empty.")
+    blob_dir: str = Field("", description="Folder of content-addressed blobs; state_dir/blobs when empty.")
+    max_upload_bytes: int = Field(4 << 30, description="Largest file that CI may upload, bytes.")
+    poll_after_s: float = Field(300.0, gt=0, description="How long a device waits between polls, seconds.")
+    snapshot_max_age_s: float = Field(0.5, gt=0, description="How often the poll path looks for changes, seconds.")
+    tick_s: float = Field(2.0, gt=0, description="How often the worker re-drives everything, seconds.")
+    build_lease_s: float = Field(120.0, gt=0, description="A build whose worker is silent this long is retried, seconds.")
+    session_token_s: int = Field(3_600, gt=0, description="Life of a device's session token, seconds.")
+    probation_s: float = Field(30.0, ge=0, description="How long a new bundle runs before it is committed, seconds.")
+    secure_cookies: bool = Field(False, description="Set behind TLS.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _secrets_from_files(cls, values: dict[str, object]) -> dict[str, object]:
+        for name in ("secret_key", "database_url", "broker_url"):
+            path = os.environ.get(f"SPARSEFLEET_{name.upper()}_FILE")
+            if path and not values.get(name):
+                values[name] = Path(path).read_text(encoding="utf-8").strip()
+        return values
+
+    @model_validator(mode="after")
+    def _resolve(self) -> Self:
+        self.state_dir = self.state_dir.expanduser().resolve()
+        return self
+
+    @property
+    def blob_path(self) -> Path:
+        """Return the folder of content-addressed blobs."""
+        return Path(self.blob_dir) if self.blob_dir else self.state_dir / "blobs"
+
+    @property
+    def key_path(self) -> Path:
+        """Return the folder of signing keys."""
+        return Path(self.signing_keys) if self.signing_keys else self.state_dir / "keys"
+
+
+@lru_cache(maxsize=1)
+def environment() -> Environment:
+    """Return the settings of this process, read once."""
+    return Environment()
