@@ -1,0 +1,1 @@
+"""EdgeCard: the sample vision-language MoE model, its data, and scripts that make submissions."""
