@@ -1,0 +1,201 @@
+"""The operations of a plan's tape: stable numbers, operands and parameters.
+
+One table serves both parties: the compiler checks what it lowered against it, the device checks
+the plan bytes it received against it. Matrices are row-major `(rows, cols)`; `R` is the number of
+rows of an operand at run time; `-1` stands for an absent operand. Every f32 operation is IEEE
+single precision, round to nearest even, never contracted, in the order written in the C templates.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Final
+
+
+class Op(IntEnum):
+    """Operation codes. A number, once used, never changes its meaning."""
+
+    IMAGE_U8 = 1
+    """pixels u8 (1, n) -> f32 (H*W, C), n = H*W*C, row-major HWC: `x / divide - subtract`."""
+    EMBED = 2
+    """ids i32 (R, 1); weight f32 (V, D) -> f32 (R, D). An id outside [0, V) is a run-time error."""
+    LINEAR = 3
+    """x (R, K), [residual (R, N)]; weight w4 (N, K), [bias f32 (N)] -> (R, N).
+    `y = residual + act(float(acc) * (r * xscale) + bias)`; K <= 8192."""
+    LINEAR_F32 = 4
+    """x (R, K), [residual (R, N)]; weight f32 (N, K), [bias f32 (N)] -> (R, N). Small matrices."""
+    NORM = 5
+    """x (R, D); gamma f32 (D), [beta f32 (D)] -> (R, D). kind = NormKind."""
+    ROPE = 6
+    """x (R, H*hd), positions i32 (R, 1); cos f32 (P, hd/2), sin f32 (P, hd/2) -> (R, H*hd).
+    Halves a, b of each head: `a*cos - b*sin`, `b*cos + a*sin`.
+    A position outside [0, P) is a run-time error."""
+    ATTENTION = 7
+    """q (R, H*hd), k (R, G*hd), v (R, G*hd) -> (R, H*hd): softmax of `dot(q, k) * scale` over keys.
+    heads = H, kv_heads = G (0 = H), H % G == 0. kv_layer -1: over these rows only. Otherwise k and
+    v are appended to that cache layer first, and row i sees the past and rows 0..i."""
+    ATTENTION_ROW = 8
+    """q (R, H*hd), k (R, H*hd) -> (R, 1): mean over heads of `softmax(dot(q[row], k) * scale)`."""
+    PRUNE = 9
+    """tokens (R, D), score (S, 1) -> kept (k, D), index i32 (k, 1). S >= R + score_offset.
+    The k tokens of highest `score[token + score_offset]`, in ascending token order; ties go to the
+    lower token."""
+    CONV2D = 10
+    """x (H*W, Ci); weight f32 (Co, kh*kw*Ci) in (ky, kx, ci) order, [bias f32 (Co)] -> (Ho*Wo, Co).
+    Zero padding `pad` on all sides, Ho = (H + 2*pad - kh) / stride + 1; `act(sum + bias)`."""
+    ROWS_CONCAT = 11
+    """a (R1, D) or -1, b (R2, D) or -1; weight (R', D) or -1 -> (R1+R2, D), fixed rows only.
+    Exactly one of a, b may be -1: the f32 weight takes its place."""
+    ROWS_SLICE = 12
+    """x (R, D) -> rows [start, start+count). start -1 = the last row, count 1 or -1.
+    Otherwise x has fixed rows and count -1 means to the end."""
+    ADD = 13
+    """a (R, C), b (R|1, C|1) or weight f32 (R|1, C|1) -> act(a + b).
+    inputs are (a,) with the weight, (a, b) without."""
+    MUL = 14
+    """As ADD: act(a * b)."""
+    SUB = 15
+    """As ADD: act(a - b)."""
+    DIV = 16
+    """As ADD: act(a / b)."""
+    UNARY = 17
+    """x (R, C) -> (R, C). kind = UnaryKind."""
+    SOFTMAX = 18
+    """x (R, C) -> (R, C) along the row."""
+    ROUTE = 19
+    """x (R, D); weight f32 (E, D), [bias f32 (E), already times lambda] -> i32 (R, k), f32 (R, k).
+    Expert index and gate, best first, ties to the lower index. order = RouteOrder."""
+    EXPERTS = 20
+    """x (R, D), index i32 (R, k), gate f32 (R, k); weights w4 w_in, w_out per expert -> (R, D).
+    Weights stand in expert order. relu: w_in (F, D). swiglu: w_in (2F, D) = gate rows, then up
+    rows. w_out (D, F). Merged in ascending expert id."""
+    ARGMAX = 21
+    """x (1, V) -> i32 (1, 1); ties to the lower index."""
+    GATHER_ROWS = 22
+    """x (R, D), index i32 (k, 1) -> (k, D). An index outside [0, R) is a run-time error."""
+    COLS_CONCAT = 23
+    """2 to 64 operands (R, C_i) of one dtype (f32 or i32) -> (R, sum C_i)."""
+    COLS_SLICE = 24
+    """x (R, C) of f32 or i32 -> columns [start, start+count)."""
+
+
+class Act(IntEnum):
+    """Activation after a sum; `silu(x) = x / (1 + exp(-x))`."""
+
+    NONE = 0
+    RELU = 1
+    SILU = 2
+
+
+class NormKind(IntEnum):
+    """`rms`: x / sqrt(mean(x^2) + eps) * gamma.
+
+    `layer`: (x - mean) / sqrt(var + eps) * gamma + beta.
+    """
+
+    RMS = 0
+    LAYER = 1
+
+
+class UnaryKind(IntEnum):
+    """Elementwise functions of one operand."""
+
+    RELU = 0
+    SIGMOID = 1
+    SILU = 2
+    NEG = 3
+    SQRT = 4
+    RECIPROCAL = 5
+    EXP = 6
+    TANH = 7
+
+
+class RouteOrder(IntEnum):
+    """How gates come from router logits: where the softmax stands, whether gates sum to 1."""
+
+    TOPK_SOFTMAX = 0
+    SOFTMAX_TOPK = 1
+    SOFTMAX_TOPK_RENORM = 2
+
+
+class ExpertAct(IntEnum):
+    """What stands between the two matrices of an expert."""
+
+    RELU = 0
+    SWIGLU = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter of an operation; its slot in the record is its position in the tuple.
+
+    Attributes:
+        low: Least allowed value, inclusive.
+        high: Greatest allowed value, inclusive.
+        default: Value when the call does not give it; None = required.
+        is_float: Stored as f32 bits instead of i32.
+    """
+
+    name: str
+    low: float
+    high: float
+    default: int | float | None = None
+    is_float: bool = False
+
+
+MAX_DIM: Final = 1 << 20
+MAX_PARAMS: Final = 8
+_FLOAT_MAX: Final = 3.0e38
+
+
+def _f(name: str, low: float = -_FLOAT_MAX, default: float | None = None) -> Param:
+    return Param(name, low, _FLOAT_MAX, default, is_float=True)
+
+
+def _act() -> Param:
+    return Param("act", 0, max(Act), int(Act.NONE))
+
+
+PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
+    {
+        Op.IMAGE_U8: (_f("divide", 1e-30), _f("subtract")),
+        Op.EMBED: (),
+        Op.LINEAR: (_act(),),
+        Op.LINEAR_F32: (_act(),),
+        Op.NORM: (Param("kind", 0, max(NormKind)), _f("eps", 0.0)),
+        Op.ROPE: (Param("heads", 1, MAX_DIM),),
+        Op.ATTENTION: (
+            Param("heads", 1, MAX_DIM),
+            _f("scale"),
+            Param("causal", 0, 1, 0),
+            Param("kv_layer", -1, MAX_DIM, -1),
+            Param("kv_heads", 0, MAX_DIM, 0),
+        ),
+        Op.ATTENTION_ROW: (Param("heads", 1, MAX_DIM), _f("scale"), Param("row", 0, MAX_DIM)),
+        Op.PRUNE: (Param("k", 1, MAX_DIM), Param("score_offset", 0, MAX_DIM, 0)),
+        Op.CONV2D: (
+            Param("kh", 1, 64),
+            Param("kw", 1, 64),
+            Param("stride", 1, 64),
+            Param("pad", 0, 64),
+            _act(),
+            Param("H", 1, MAX_DIM),
+            Param("W", 1, MAX_DIM),
+        ),
+        Op.ROWS_CONCAT: (),
+        Op.ROWS_SLICE: (Param("start", -1, MAX_DIM), Param("count", -1, MAX_DIM)),
+        Op.ADD: (_act(),),
+        Op.MUL: (_act(),),
+        Op.SUB: (_act(),),
+        Op.DIV: (_act(),),
+        Op.UNARY: (Param("kind", 0, max(UnaryKind)),),
+        Op.SOFTMAX: (),
+        Op.ROUTE: (Param("k", 1, 64), Param("order", 0, max(RouteOrder))),
+        Op.EXPERTS: (Param("act", 0, max(ExpertAct)),),
+        Op.ARGMAX: (),
+        Op.GATHER_ROWS: (),
+        Op.COLS_CONCAT: (),
+        Op.COLS_SLICE: (Param("start", 0, MAX_DIM), Param("count", 1, MAX_DIM)),
+    }
+)
