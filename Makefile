@@ -1,0 +1,43 @@
+# Developers' targets. Users need none of them: `python3 manage.py demo` and `python3 manage.py test` set up everything.
+PY ?= .venv/bin/python
+
+.PHONY: help env check format test full states openapi bench-answer demo
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+env: ## Build the virtual environment with the test lock
+	python3 manage.py test --only-setup
+
+check: env ## Format, lint, types, layers, migrations, freshness of generated documents
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -m importlinter.cli lint 2>/dev/null || .venv/bin/lint-imports
+	$(PY) manage.py makemigrations --check --dry-run
+
+format: ## Rewrite the sources in the house format
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+test: ## The everyday tier
+	python3 manage.py test
+
+full: ## The everyday tier and the long campaigns
+	python3 manage.py test --full
+
+states: ## Print the state diagrams into docs/states
+	$(PY) manage.py states_print
+
+openapi: ## Write docs/openapi.json
+	$(PY) manage.py openapi
+
+demo: ## The main job, once
+	python3 manage.py demo --once
+
+bench-answer: env ## Whole answer of EdgeCard against ONNX Runtime f32
+	$(PY) -m benchmarks.answer --check
+
+lock: ## Resolve the lock files again from requirements*.in
+	$(PY) -m uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header requirements.in -o requirements.lock
+	$(PY) -m uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header requirements-dev.in -o requirements-dev.lock

