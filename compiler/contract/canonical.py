@@ -1,11 +1,13 @@
 """Canonical JSON: one value, one byte string, so that a digest over it means something.
 
-Rules: UTF-8, keys sorted, no white space, no NaN or infinity, duplicate keys refused. Floats are allowed only where a schema
-asks for them and are written by Python's shortest round-trip form (RFC 8785 does the same for the values we use).
+Rules: UTF-8, keys sorted, no white space, no NaN or infinity, duplicate keys refused. Floats are
+allowed only where a schema asks for them and are written by Python's shortest round-trip form (RFC
+8785 does the same for the values we use).
 """
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -23,9 +25,9 @@ def canonical_bytes(value: Json) -> bytes:
         text = json.dumps(
             value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
         )
-    except ValueError as error:
+        return text.encode("utf-8")
+    except ValueError as error:  # non-finite numbers, cycles, lone surrogates
         raise ContractError(f"not representable as canonical JSON: {error}") from error
-    return text.encode("utf-8")
 
 
 def parse_object(data: bytes, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> dict[str, Json]:
@@ -33,13 +35,16 @@ def parse_object(data: bytes, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> dict[
 
     Raises:
         LimitExceededError: `data` is longer than `limit_bytes`; it was not parsed.
-        ContractError: Not UTF-8 JSON, not an object, duplicate keys, too deep, or non-finite numbers.
+        ContractError: Not UTF-8 JSON, no object, duplicate keys, too deep, or not finite.
     """
     if len(data) > limit_bytes:
         raise LimitExceededError(f"document of {len(data)} bytes, limit {limit_bytes}")
     try:
         value = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique_pairs, parse_constant=_refuse_constant
+            data.decode("utf-8"),
+            object_pairs_hook=_unique_pairs,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
         )
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise ContractError(f"not a strict JSON document: {error}") from error
@@ -69,6 +74,13 @@ def _unique_pairs(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     if len(result) != len(pairs):
         raise ContractError("duplicate key in JSON object")
     return result
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ContractError(f"{text} is beyond the range of a double")
+    return value
 
 
 def _refuse_constant(name: str) -> Json:

@@ -1,7 +1,8 @@
 """Fingerprints: the capability facts of one device, in one canonical form.
 
-A fingerprint holds categorical or bucketed facts only, never a measured bandwidth or clock, so that two devices of one kind have
-the same fingerprint on every boot. The *target* is the part of it that changes compiled output; many fingerprints map to one.
+A fingerprint holds categorical or bucketed facts only, never a measured bandwidth or clock, so that
+two devices of one kind have the same fingerprint on every boot. The *target* is the part of it that
+changes compiled output; many fingerprints map to one.
 """
 
 from collections.abc import Mapping
@@ -28,10 +29,12 @@ _INTEGER_FIELDS: Final = (
 )
 _FIELDS: Final = frozenset((*_TEXT_FIELDS, *_INTEGER_FIELDS, "schema", "isa_features"))
 
-# Best first. A row applies when every feature in it was reported; the names are those of Linux' /proc/cpuinfo.
-_X86_V2: Final = frozenset("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3".split())
-_X86_V3: Final = _X86_V2 | frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
-_X86_V4: Final = _X86_V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+# Best first. A row applies when every feature in it was reported; names as in /proc/cpuinfo.
+_X86_V2: Final = frozenset(("cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"))
+_X86_V3: Final = _X86_V2 | frozenset(
+    ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave")
+)
+_X86_V4: Final = _X86_V3 | frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
 TARGET_LADDER: Final[tuple[tuple[str, str, frozenset[str]], ...]] = (
     ("x86-64-v4-vnni", "x86_64", _X86_V4 | {"avx512_vnni"}),
     ("x86-64-v3", "x86_64", _X86_V3),
@@ -93,7 +96,7 @@ def target_of(fingerprint: Fingerprint) -> str:
     """Return the id of the best target that the fingerprint can run.
 
     Raises:
-        ContractError: No target covers this machine; the device must be told so instead of being left to wait.
+        ContractError: No target covers this machine; tell the device instead of letting it wait.
     """
     features = frozenset(fingerprint.isa_features)
     for target, machine, needed in TARGET_LADDER:

@@ -1,9 +1,11 @@
 """The release manifest: what one bundle is, signed by its SHA-256 through TUF.
 
-A bundle is a model version compiled for one target. Its manifest names content-addressed sections; a section is loadable only
-if its bytes hash to the digest given here, whatever way (whole file, delta, reuse) they came by.
+A bundle is a model version compiled for one target. Its manifest names content-addressed sections;
+a section is loadable only if its bytes hash to the digest given here, whatever way (whole file,
+delta, reuse) they came by.
 
-Schema `sparsefleet.release/1`, canonical JSON (`compiler.contract.canonical`), unknown fields refused.
+Schema `sparsefleet.release/1`, canonical JSON (`compiler.contract.canonical`), unknown fields
+refused.
 """
 
 import re
@@ -19,15 +21,16 @@ from compiler.contract.canonical import (
     sha256_hex,
 )
 from compiler.contract.errors import ContractError, LimitExceededError
-from compiler.contract.planes import Plane
+from compiler.contract.planes import (
+    MAX_SECTION_BYTES,
+    Plane,
+    require_component,
+    require_cover,
+)
 
 SCHEMA: Final = "sparsefleet.release/1"
 MAX_MANIFEST_BYTES: Final = 8 * 1024 * 1024
 MAX_SECTIONS: Final = 65_536
-MAX_SECTION_BYTES: Final = 1 << 34
-COMPONENT_PATTERN: Final = re.compile(
-    r"plan|kernels|pipeline|selftest|weights\.shared|expert\.L(0|[1-9]\d{0,3})\.E(0|[1-9]\d{0,3})"
-)
 NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 VERIFIED_ON: Final = (
     "device",
@@ -39,8 +42,10 @@ VERIFIED_ON: Final = (
     "unverified",
 )
 _FIELDS: Final = frozenset(
-    "schema model version release_seq security_epoch target plan_abi requires verified_on sections "
-    "provenance_sha256".split()
+    (
+        *("schema", "model", "version", "release_seq", "security_epoch", "target", "plan_abi"),
+        *("requires", "verified_on", "sections", "provenance_sha256"),
+    )
 )
 _SECTION_FIELDS: Final = frozenset(("id", "size_bytes", "sha256", "planes"))
 
@@ -124,7 +129,7 @@ class ReleaseManifest:
 
 
 def target_path(model: str, release_seq: int, target: str) -> str:
-    """Return the TUF target path of a release manifest; closed alphabet, never a file path on a device."""
+    """Return the TUF target path of a release manifest: a name, never a file path on a device."""
     return f"releases/{model}/{release_seq}-{target}.json"
 
 
@@ -181,34 +186,29 @@ def _section(value: Json) -> Section:
     if not isinstance(value, dict):
         raise ContractError("a section must be an object")
     _require_fields(value, _SECTION_FIELDS, "section")
-    component = value["id"]
-    if not isinstance(component, str) or COMPONENT_PATTERN.fullmatch(component) is None:
-        raise ContractError(f"unknown component {component!r}")
+    component = require_component(value["id"])
     size = _integer(value["size_bytes"], "size_bytes", 0, MAX_SECTION_BYTES)
-    return Section(component, size, require_sha256(value["sha256"], "sha256"), _planes(value, size))
+    planes = _planes(value["planes"], size)
+    return Section(component, size, require_sha256(value["sha256"], "sha256"), planes)
 
 
-def _planes(value: Mapping[str, Json], size: int) -> tuple[Plane, ...]:
-    items = value["planes"]
-    if not isinstance(items, list):
+def _planes(value: Json, size: int) -> tuple[Plane, ...]:
+    if not isinstance(value, list):
         raise ContractError("planes must be a list")
-    planes = []
-    end = 0
-    for item in items:
-        if not isinstance(item, list) or len(item) != 3 or not isinstance(item[0], str):
-            raise ContractError("a plane is [kind, offset, length]")
-        plane = Plane(
-            item[0],
-            _integer(item[1], "plane offset", 0, MAX_SECTION_BYTES),
-            _integer(item[2], "plane length", 0, MAX_SECTION_BYTES),
-        )
-        if plane.offset != end:
-            raise ContractError("planes must cover the section without gap or overlap")
-        end += plane.length
-        planes.append(plane)
-    if planes and end != size:
-        raise ContractError("planes must cover the whole section")
-    return tuple(planes)
+    planes = tuple(_plane(item) for item in value)
+    if planes:
+        require_cover(planes, size)
+    return planes
+
+
+def _plane(value: Json) -> Plane:
+    if not isinstance(value, list) or len(value) != 3 or not isinstance(value[0], str):
+        raise ContractError("a plane is [kind, offset, length]")
+    return Plane(
+        value[0],
+        _integer(value[1], "plane offset", 0, MAX_SECTION_BYTES),
+        _integer(value[2], "plane length", 1, MAX_SECTION_BYTES),
+    )
 
 
 def _requirements(value: Json) -> Requirements:
