@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Entry point of the platform; standard library only until the virtual environment exists.
 
-`python3 manage.py demo` and `python3 manage.py test` build `.venv` from the hashed lock by themselves, then run inside it.
-Set SPARSEFLEET_VENV to keep the environment elsewhere, SPARSEFLEET_NO_BOOTSTRAP=1 to use the running interpreter as it is.
+`python3 manage.py demo` and `python3 manage.py test` build `.venv` from the hashed lock by
+themselves, then run inside it.
+Set SPARSEFLEET_VENV to keep the environment elsewhere, SPARSEFLEET_NO_BOOTSTRAP=1 to use the
+running interpreter as it is.
 """
 
 import fcntl
@@ -33,7 +35,8 @@ def stamp_of(lock: Path) -> str:
 def bootstrap(kind: str, venv: Path) -> Path:
     """Make `venv` hold the packages of the lock of this kind; return its interpreter.
 
-    The test lock is a superset of the run lock, so an environment stamped for tests serves both. Two commands started at
+    The test lock is a superset of the run lock, so an environment stamped for tests serves both.
+    Two commands started at
     once wait for each other.
     """
     python = venv / "bin" / "python"
@@ -42,7 +45,8 @@ def bootstrap(kind: str, venv: Path) -> Path:
     def installed() -> bool:
         names = {"run": ("run", "test"), "test": ("test",)}[kind]
         return python.exists() and any(
-            (venv / f".lock-{name}").exists() and (venv / f".lock-{name}").read_text() == stamp_of(LOCKS[name])
+            (venv / f".lock-{name}").exists()
+            and (venv / f".lock-{name}").read_text() == stamp_of(LOCKS[name])
             for name in names
         )
 
@@ -56,7 +60,9 @@ def bootstrap(kind: str, venv: Path) -> Path:
         if not (venv / "bin" / "pip").exists():
             print(f"creating the virtual environment {venv.name} ...", flush=True)
             if subprocess.run([sys.executable, "-m", "venv", str(venv)], check=False).returncode:
-                fail("cannot create a virtual environment", "on Debian: apt-get install python3-venv")
+                fail(
+                    "cannot create a virtual environment", "on Debian: apt-get install python3-venv"
+                )
         print(f"installing locked packages ({lock.name}) ...", flush=True)
         install(python, lock)
         (venv / f".lock-{kind}").write_text(stamp_of(lock))
@@ -64,30 +70,62 @@ def bootstrap(kind: str, venv: Path) -> Path:
 
 
 def install(python: Path, lock: Path) -> None:
-    """Install `lock` with uv when it can be had (several times faster), else with pip; hashes are checked by both."""
+    """Install `lock` with uv when it can be had (several times faster), else with pip.
+
+    Both check the hashes.
+    """
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    has_uv = subprocess.run([python, "-m", "pip", "install", "-q", "uv"], check=False, **quiet).returncode == 0
+    has_uv = (
+        subprocess.run(
+            [python, "-m", "pip", "install", "-q", "uv"], check=False, **quiet
+        ).returncode
+        == 0
+    )
     if has_uv:
-        command = [python, "-m", "uv", "pip", "install", "-q", "--python", python, "--require-hashes", "-r", lock]
+        command = [
+            python,
+            "-m",
+            "uv",
+            "pip",
+            "install",
+            "-q",
+            "--python",
+            python,
+            "--require-hashes",
+            "-r",
+            lock,
+        ]
         if subprocess.run(command, check=False).returncode == 0:
             return
-    command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--require-hashes", "-r", lock]
+    command = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--disable-pip-version-check",
+        "--require-hashes",
+        "-r",
+        lock,
+    ]
     if subprocess.run(command, check=False).returncode:
-        fail("the locked packages could not be installed", "check that the package index can be reached, then run again")
+        fail(
+            "the locked packages could not be installed",
+            "check that the package index can be reached, then run again",
+        )
 
 
 def main() -> None:
     """Enter the virtual environment, then hand over to Django's command line."""
     if sys.version_info < MINIMUM_PYTHON:
-        fail(f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is needed, this is {sys.version.split()[0]}")
+        needed = ".".join(map(str, MINIMUM_PYTHON))
+        fail(f"Python {needed} or newer is needed, this is {sys.version.split()[0]}")
     venv = Path(os.environ.get("SPARSEFLEET_VENV", ROOT / ".venv"))
     command = sys.argv[1] if len(sys.argv) > 1 else ""
-    if not os.environ.get("SPARSEFLEET_NO_BOOTSTRAP") and Path(sys.prefix).resolve() != venv.resolve():
+    if not os.environ.get("SPARSEFLEET_NO_BOOTSTRAP"):
         python = bootstrap("test" if command == "test" else "run", venv)
-        os.execv(python, [str(python), str(ROOT / "manage.py"), *sys.argv[1:]])
-    if command == "test":
-        kind_python = bootstrap("test", venv) if Path(sys.prefix).resolve() == venv.resolve() else None
-        del kind_python
+        if Path(sys.prefix).resolve() != venv.resolve():
+            os.execv(python, [str(python), str(ROOT / "manage.py"), *sys.argv[1:]])
     os.chdir(ROOT)
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "dashboards.conf.settings")
     from django.core.management import execute_from_command_line

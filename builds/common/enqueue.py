@@ -1,7 +1,8 @@
 """Ring the doorbell: enqueue a task by name, after commit.
 
-The database is the truth; a task only says "look at row N". Looking the name up at once makes an unknown task fail in the
-request and not in a worker. A broker that is down is logged and otherwise ignored: the tick finds the row.
+The database is the truth; a task only says "look at row N". Looking the name up at once makes an
+unknown task fail in the request and not in a worker. A broker that is down is logged and otherwise
+ignored: the tick finds the row.
 """
 
 import logging
@@ -32,6 +33,8 @@ def enqueue(task: Task, **ids: int) -> None:
         try:
             signature.apply_async(kwargs=ids)
         except (OperationalError, OSError) as error:
-            logger.warning("queue is unreachable, the tick will do %s %s: %s", task.value, ids, error)
+            logger.warning(
+                "queue is unreachable, the tick will do %s %s: %s", task.value, ids, error
+            )
 
     transaction.on_commit(send)

@@ -1,7 +1,9 @@
 """Compare-and-set state changes: the only code on the server that writes a `state` column.
 
-The protocol: read the row, ask the pure table, then `UPDATE ... WHERE pk AND state = old`. Exactly one row must change, otherwise
-somebody else was faster and `ConcurrentTransitionError` is raised. A transition row (old, event, new, actor, reason) is written in
+The protocol: read the row, ask the pure table, then `UPDATE ... WHERE pk AND state = old`. Exactly
+one row must change, otherwise
+somebody else was faster and `ConcurrentTransitionError` is raised. A transition row (old, event,
+new, actor, reason) is written in
 the same transaction.
 """
 
@@ -46,7 +48,7 @@ def apply_transition(
     reason: str = "",
     changes: Mapping[str, Any] | None = None,
 ) -> StateT:
-    """Move `instance.state` by `event`, write `changes` in the same UPDATE, and log one transition row.
+    """Move `instance.state` by `event`, with `changes` in the same UPDATE, and log the transition.
 
     Args:
         instance: Row with a `state` column; its fields are refreshed in memory on success.
@@ -74,7 +76,12 @@ def apply_transition(
         if changed != 1:
             raise ConcurrentTransitionError(f"{instance} left state {old.value!r} in the meantime")
         log.objects.create(  # type: ignore[attr-defined]
-            subject=instance, old=old.value, event=event.value, new=new.value, actor=actor, reason=reason
+            subject=instance,
+            old=old.value,
+            event=event.value,
+            new=new.value,
+            actor=actor,
+            reason=reason,
         )
     for name, value in values.items():
         setattr(instance, name, value)

@@ -1,4 +1,7 @@
-"""The Celery application; `celery -A dashboards.conf.celery worker -B` runs worker and tick in one process."""
+"""The Celery application.
+
+`celery -A dashboards.conf.celery worker -B` runs worker and tick in one process.
+"""
 
 import os
 

@@ -1,7 +1,8 @@
-"""The only place on the server that reads the environment: every setting, typed, with its unit and default.
+"""The only place on the server that reads the environment: every setting, typed, with a default.
 
-The defaults are the embedded form (SQLite, local folders, file-based queue, generated keys). Production is the same code with
-`SPARSEFLEET_DATABASE_URL`, `SPARSEFLEET_BROKER_URL` and friends set. A secret may also come from a file: set `<NAME>_FILE`.
+The defaults are the embedded form (SQLite, local folders, file-based queue, generated keys).
+Production is the same code with `SPARSEFLEET_DATABASE_URL`, `SPARSEFLEET_BROKER_URL` and
+friends set. A secret may also come from a file: set `<NAME>_FILE`.
 """
 
 import os
@@ -26,22 +27,45 @@ class Environment(BaseSettings):
 
     debug: bool = Field(False, description="Development only: stack traces in pages.")
     state_dir: Path = Field(
-        default_factory=_default_state_dir, description="Database, blobs, keys and caches of the embedded form."
+        default_factory=_default_state_dir,
+        description="Database, blobs, keys and caches of the embedded form.",
     )
-    secret_key: str = Field("", description="Django's secret; made and kept in state_dir when empty.")
-    allowed_hosts: str = Field("127.0.0.1,localhost,[::1]", description="Comma separated host names.")
+    secret_key: str = Field(
+        "", description="Django's secret; made and kept in state_dir when empty."
+    )
+    allowed_hosts: str = Field(
+        "127.0.0.1,localhost,[::1]", description="Comma separated host names."
+    )
     csrf_trusted_origins: str = Field("", description="Comma separated origins, with scheme.")
-    database_url: str = Field("", description="For example postgres://user:pw@host/db; SQLite when empty.")
-    broker_url: str = Field("", description="For example redis://host/0; a folder in state_dir when empty.")
+    database_url: str = Field(
+        "", description="For example postgres://user:pw@host/db; SQLite when empty."
+    )
+    broker_url: str = Field(
+        "", description="For example redis://host/0; a folder in state_dir when empty."
+    )
     signing_keys: str = Field("", description="Folder of signing keys; state_dir/keys when empty.")
-    blob_dir: str = Field("", description="Folder of content-addressed blobs; state_dir/blobs when empty.")
+    blob_dir: str = Field(
+        "", description="Folder of content-addressed blobs; state_dir/blobs when empty."
+    )
     max_upload_bytes: int = Field(4 << 30, description="Largest file that CI may upload, bytes.")
-    poll_after_s: float = Field(300.0, gt=0, description="How long a device waits between polls, seconds.")
-    snapshot_max_age_s: float = Field(0.5, gt=0, description="How often the poll path looks for changes, seconds.")
-    tick_s: float = Field(2.0, gt=0, description="How often the worker re-drives everything, seconds.")
-    build_lease_s: float = Field(120.0, gt=0, description="A build whose worker is silent this long is retried, seconds.")
-    session_token_s: int = Field(3_600, gt=0, description="Life of a device's session token, seconds.")
-    probation_s: float = Field(30.0, ge=0, description="How long a new bundle runs before it is committed, seconds.")
+    poll_after_s: float = Field(
+        300.0, gt=0, description="How long a device waits between polls, seconds."
+    )
+    snapshot_max_age_s: float = Field(
+        0.5, gt=0, description="How often the poll path looks for changes, seconds."
+    )
+    tick_s: float = Field(
+        2.0, gt=0, description="How often the worker re-drives everything, seconds."
+    )
+    build_lease_s: float = Field(
+        120.0, gt=0, description="A build whose worker is silent this long is retried, seconds."
+    )
+    session_token_s: int = Field(
+        3_600, gt=0, description="Life of a device's session token, seconds."
+    )
+    probation_s: float = Field(
+        30.0, ge=0, description="How long a new bundle runs before it is committed, seconds."
+    )
     secure_cookies: bool = Field(False, description="Set behind TLS.")
 
     @model_validator(mode="before")
@@ -73,3 +97,8 @@ class Environment(BaseSettings):
 def environment() -> Environment:
     """Return the settings of this process, read once."""
     return Environment()
+
+
+def child_environment(**overrides: str) -> dict[str, str]:
+    """Return the environment for a child process: this one's, with `overrides` on top."""
+    return {**os.environ, **overrides}

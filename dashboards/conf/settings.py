@@ -49,7 +49,9 @@ def _databases() -> dict[str, Any]:
 SECRET_KEY = _secret_key()
 DEBUG = ENV.debug
 ALLOWED_HOSTS = [host.strip() for host in ENV.allowed_hosts.split(",") if host.strip()]
-CSRF_TRUSTED_ORIGINS = [item.strip() for item in ENV.csrf_trusted_origins.split(",") if item.strip()]
+CSRF_TRUSTED_ORIGINS = [
+    item.strip() for item in ENV.csrf_trusted_origins.split(",") if item.strip()
+]
 DATABASES = _databases()
 ATOMIC_REQUESTS = False
 
@@ -110,7 +112,8 @@ SECURE_CONTENT_TYPE_NOSNIFF = True
 X_FRAME_OPTIONS = "DENY"
 DATA_UPLOAD_MAX_MEMORY_SIZE = 8 * 1024 * 1024
 
-# The queue is a doorbell (ADR 0006): losing a message is harmless, because the tick looks at every row again.
+# The queue is a doorbell (ADR 0006): losing a message is harmless, because the tick looks at every
+# row again.
 QUEUE_DIR = STATE_DIR / "queue"
 CELERY_BROKER_URL = ENV.broker_url or "filesystem://"
 CELERY_BROKER_TRANSPORT_OPTIONS: dict[str, Any] = (

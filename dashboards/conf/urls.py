@@ -1,8 +1,8 @@
 """Every address of the platform: device API, update metadata, management API, pages."""
 
+from builds.apis import api as management_api
 from django.urls import include, path
 
-from builds.apis import api as management_api
 from dashboards.views.health import healthz, readyz
 
 urlpatterns = [

@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("compiler", "builds", "fleet", "dashboards", "device_agent")
 
 
-def files_matching(pattern: str, *, allowed: tuple[str, ...], packages: tuple[str, ...] = PACKAGES) -> list[str]:
+def files_matching(
+    pattern: str, *, allowed: tuple[str, ...], packages: tuple[str, ...] = PACKAGES
+) -> list[str]:
     found = []
     for package in packages:
         for path in (ROOT / package).rglob("*.py"):
@@ -27,7 +29,12 @@ def files_matching(pattern: str, *, allowed: tuple[str, ...], packages: tuple[st
 
 
 def test_it_reads_the_environment_in_two_places_only() -> None:
-    allowed = ("dashboards/conf/env.py", "dashboards/conf/celery.py", "dashboards/conf/wsgi.py", "device_agent/config.py")
+    allowed = (
+        "dashboards/conf/env.py",
+        "dashboards/conf/celery.py",
+        "dashboards/conf/wsgi.py",
+        "device_agent/config.py",
+    )
     assert files_matching(r"os\.environ\b(?!\s*\|)|os\.getenv", allowed=allowed) == []
 
 
@@ -35,7 +42,9 @@ def test_it_changes_states_through_the_one_door() -> None:
     # `.update(state=...)` and `x.state = ...` are how a state would be written past the table.
     pattern = r"\.update\([^)]*\bstate=|\.state = "
     allowed = ("builds/common/transitions.py",)
-    assert files_matching(pattern, allowed=allowed, packages=("builds", "fleet", "dashboards")) == []
+    assert (
+        files_matching(pattern, allowed=allowed, packages=("builds", "fleet", "dashboards")) == []
+    )
 
 
 def test_it_registers_every_task() -> None:
@@ -47,7 +56,11 @@ def test_it_registers_every_task() -> None:
 
 def test_it_keeps_the_import_contracts() -> None:
     done = subprocess.run(
-        [str(Path(sys.executable).with_name("lint-imports"))], cwd=ROOT, capture_output=True, text=True, check=False
+        [str(Path(sys.executable).with_name("lint-imports"))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout
 

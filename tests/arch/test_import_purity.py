@@ -13,13 +13,17 @@ HEAVY = ("numpy", "onnx", "jinja2", "django", "celery", "xdsl", "zstandard", "tu
 
 def modules_after(statement: str) -> set[str]:
     code = f"import sys, json\n{statement}\nprint(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
 def contract_modules() -> list[str]:
     folder = ROOT / "compiler" / "contract"
-    return sorted(f"compiler.contract.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__")
+    return sorted(
+        f"compiler.contract.{path.stem}" for path in folder.glob("*.py") if path.stem != "__init__"
+    )
 
 
 @pytest.mark.parametrize("module", contract_modules())
@@ -29,7 +33,9 @@ def test_it_loads_a_contract_module_without_heavy_packages(module: str) -> None:
 
 def test_it_loads_the_agent_without_the_platform_or_the_compiler() -> None:
     loaded = modules_after("import device_agent.cli")
-    assert loaded.isdisjoint({"django", "celery", "onnx", "xdsl", "jinja2", "builds", "fleet", "dashboards"})
+    assert loaded.isdisjoint(
+        {"django", "celery", "onnx", "xdsl", "jinja2", "builds", "fleet", "dashboards"}
+    )
 
 
 def test_it_loads_the_web_process_without_the_compiler() -> None:

