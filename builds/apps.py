@@ -1,6 +1,7 @@
 """Django app `builds`: what exists."""
 
 from django.apps import AppConfig
+from django.db.models.signals import post_migrate
 
 
 class BuildsConfig(AppConfig):
@@ -8,3 +9,13 @@ class BuildsConfig(AppConfig):
 
     name = "builds"
     default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        """Keep the rows of the target ladder in step with the code after every migration."""
+        post_migrate.connect(_seed_targets, sender=self, dispatch_uid="builds.seed_targets")
+
+
+def _seed_targets(**_kwargs: object) -> None:
+    from builds.services.targets import targets_seed
+
+    targets_seed()

@@ -13,7 +13,9 @@ StateT = TypeVar("StateT", bound=StrEnum)
 EventT = TypeVar("EventT", bound=StrEnum)
 
 
-def next_state(table: Mapping[tuple[StateT, EventT], StateT], state: StateT, event: EventT) -> StateT:
+def next_state(
+    table: Mapping[tuple[StateT, EventT], StateT], state: StateT, event: EventT
+) -> StateT:
     """Return the state that `event` leads to from `state`.
 
     Raises:
@@ -32,5 +34,8 @@ def next_state(table: Mapping[tuple[StateT, EventT], StateT], state: StateT, eve
 def mermaid(table: Mapping[tuple[StateT, EventT], StateT]) -> str:
     """Return the table as a Mermaid state diagram, for `docs/states/`."""
     lines = ["stateDiagram-v2"]
-    lines += [f"    {state.value} --> {target.value}: {event.value}" for (state, event), target in table.items()]
+    lines += [
+        f"    {state.value} --> {target.value}: {event.value}"
+        for (state, event), target in table.items()
+    ]
     return "\n".join(lines) + "\n"

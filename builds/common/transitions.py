@@ -1,10 +1,8 @@
 """Compare-and-set state changes: the only code on the server that writes a `state` column.
 
 The protocol: read the row, ask the pure table, then `UPDATE ... WHERE pk AND state = old`. Exactly
-one row must change, otherwise
-somebody else was faster and `ConcurrentTransitionError` is raised. A transition row (old, event,
-new, actor, reason) is written in
-the same transaction.
+one row must change, otherwise somebody else was faster and `ConcurrentTransitionError` is raised. A
+transition row (old, event, new, actor, reason) is written in the same transaction.
 """
 
 from collections.abc import Mapping

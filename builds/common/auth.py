@@ -1,0 +1,126 @@
+"""Who is calling: a person with a session or a program with a token, as one `Actor`.
+
+    browser -(session cookie, CSRF)-> User -> Membership.role -> Actor
+    CI      -(Authorization: Bearer sf_<id>_<secret>)-> ApiToken.role -> Actor
+
+Of a token's secret only the SHA-256 is kept; 256 random bits need no slow hash.
+"""
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from django.contrib.auth.models import AbstractBaseUser, AnonymousUser
+from django.http import HttpRequest
+from django.utils import timezone
+from ninja.security import HttpBearer, SessionAuth
+
+from builds.common.access_models import ApiToken, Membership
+from builds.common.errors import ForbiddenError
+from builds.common.roles import ROLE_PERMISSIONS, Permission, Role, roles_with
+
+TOKEN_PREFIX: Final = "sf"  # noqa: S105 -- a marker, not a secret
+SECRET_BYTES: Final = 32
+LAST_USED_RESOLUTION: Final = timedelta(minutes=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Somebody who acts: a name for the audit chain and a role (None: may do nothing)."""
+
+    name: str
+    role: Role | None
+
+    def may(self, permission: Permission) -> bool:
+        """Return whether the role has `permission`."""
+        return self.role is not None and permission in ROLE_PERMISSIONS[self.role]
+
+
+SYSTEM: Final = Actor(name="system", role=Role.ADMIN)
+STRANGER: Final = Actor(name="anonymous", role=None)
+
+
+def require(actor: Actor, permission: Permission) -> None:
+    """Let the actor pass or raise.
+
+    Raises:
+        ForbiddenError: The role has no such permission; the hint names the roles that do.
+    """
+    if not actor.may(permission):
+        role = actor.role.value if actor.role else "no role"
+        raise ForbiddenError(
+            f"{actor.name} ({role}) lacks the permission {permission.value!r}",
+            hint="roles that have it: " + ", ".join(r.value for r in roles_with(permission)),
+        )
+
+
+def user_actor(user: AbstractBaseUser | AnonymousUser) -> Actor:
+    """Return the actor of a signed-in user, or the stranger."""
+    if not user.is_authenticated or not user.is_active:
+        return STRANGER
+    membership = Membership.objects.filter(user_id=user.pk).first()
+    if membership is None:
+        superuser = getattr(user, "is_superuser", False)
+        return Actor(name=user.get_username(), role=Role.ADMIN if superuser else None)
+    return Actor(name=user.get_username(), role=Role(membership.role))
+
+
+def request_actor(request: HttpRequest) -> Actor:
+    """Return who makes this request: what ninja's authentication found, else the session's user."""
+    found = getattr(request, "auth", None)
+    return found if isinstance(found, Actor) else user_actor(request.user)
+
+
+def token_create(
+    *, name: str, role: Role, owner: AbstractBaseUser | None = None
+) -> tuple[ApiToken, str]:
+    """Make a token; the returned text is shown once and cannot be had again."""
+    secret = secrets.token_urlsafe(SECRET_BYTES)
+    token = ApiToken.objects.create(
+        name=name,
+        secret_sha256=_digest(secret),
+        role=role.value,
+        owner_id=owner.pk if owner is not None else None,
+    )
+    return token, f"{TOKEN_PREFIX}_{token.pk}_{secret}"
+
+
+def token_actor(text: str) -> Actor | None:
+    """Return the actor of a token text, or None when it is malformed, unknown, wrong or revoked."""
+    prefix, _, rest = text.partition("_")
+    number, _, secret = rest.partition("_")
+    if prefix != TOKEN_PREFIX or not number.isascii() or not number.isdecimal() or not secret:
+        return None
+    if len(number) > 18:
+        return None
+    token = ApiToken.objects.filter(pk=int(number), revoked_at=None).first()
+    if token is None or not hmac.compare_digest(token.secret_sha256, _digest(secret)):
+        return None
+    now = timezone.now()
+    if token.last_used_at is None or now - token.last_used_at > LAST_USED_RESOLUTION:
+        ApiToken.objects.filter(pk=token.pk).update(last_used_at=now)
+    return Actor(name=f"token:{token.pk}", role=Role(token.role))
+
+
+class TokenAuth(HttpBearer):
+    """Ninja authentication by API token."""
+
+    def authenticate(self, request: HttpRequest, token: str) -> Actor | None:  # noqa: ARG002
+        """Return the actor of the bearer token, or None (401)."""
+        return token_actor(token)
+
+
+class BrowserAuth(SessionAuth):
+    """Ninja authentication by Django session; unsafe methods need the CSRF token."""
+
+    def authenticate(self, request: HttpRequest, key: str | None) -> Any | None:  # noqa: ANN401, ARG002
+        """Return the actor of the signed-in user, or None (401)."""
+        actor = user_actor(request.user)
+        return None if actor is STRANGER else actor
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8")).hexdigest()

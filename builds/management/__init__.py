@@ -1,0 +1,1 @@
+"""Entry points on the command line."""

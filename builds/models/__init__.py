@@ -1,0 +1,38 @@
+"""Rows of this app: what exists."""
+
+from builds.common.access_models import ApiToken, AuditEvent, AuditHead, IdempotencyKey, Membership
+from builds.models.jobs import (
+    BuildJob,
+    BuildLogLine,
+    BuildTransition,
+    Bundle,
+    BundleSection,
+    Delta,
+    DeltaTransition,
+    LeasedModel,
+)
+from builds.models.metadata import MetadataFile, Repository
+from builds.models.versions import Blob, Model, ModelVersion, Target, VersionTransition
+
+__all__ = [
+    "ApiToken",
+    "AuditEvent",
+    "AuditHead",
+    "Blob",
+    "BuildJob",
+    "BuildLogLine",
+    "BuildTransition",
+    "Bundle",
+    "BundleSection",
+    "Delta",
+    "DeltaTransition",
+    "IdempotencyKey",
+    "LeasedModel",
+    "Membership",
+    "MetadataFile",
+    "Model",
+    "ModelVersion",
+    "Repository",
+    "Target",
+    "VersionTransition",
+]

@@ -1,0 +1,37 @@
+"""Signed update metadata, as published."""
+
+from django.db import models
+
+
+class Repository(models.Model):
+    """One TUF repository (`image` or `director`); the row is the publisher's lock."""
+
+    name = models.CharField(max_length=16, unique=True)
+    updated_at = models.DateTimeField(auto_now=True)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class MetadataFile(models.Model):
+    """One metadata file.
+
+    Every name carries a version and is immutable, except `timestamp.json`, which is swapped last.
+    """
+
+    repository = models.ForeignKey(Repository, on_delete=models.PROTECT, related_name="files")
+    role = models.CharField(max_length=32)
+    version = models.PositiveBigIntegerField()
+    name = models.CharField(max_length=64)
+    data = models.BinaryField()
+    expires_at = models.DateTimeField()
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        constraints = (
+            models.UniqueConstraint(fields=("repository", "name"), name="metadata_name"),
+        )
+        indexes = (models.Index(fields=("repository", "role", "-version"), name="metadata_role"),)
+
+    def __str__(self) -> str:
+        return self.name

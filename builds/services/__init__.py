@@ -1,0 +1,1 @@
+"""What changes: one function per action, one transaction, audit line included."""

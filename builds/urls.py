@@ -1,0 +1,5 @@
+"""Update metadata under `/tuf/`."""
+
+from django.urls import URLPattern
+
+urlpatterns: list[URLPattern] = []
