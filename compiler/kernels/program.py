@@ -104,7 +104,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation. Ids index buffers and weights; -1 = absent; trailing absents may be left out."""
+    """One operation. Ids index buffers and weights; -1 = absent; trailing ones may be left out."""
 
     op: Op
     inputs: tuple[int, ...]
