@@ -224,7 +224,7 @@ def _quantise_rows(values: Floats, frozen: Grid | None) -> tuple[Codes, Grid, in
     beyond = (best > rows[at_row] * np.float32(MAX_SCALE)) & (
         _errors(groups, rows[at_row] * np.float32(MAX_SCALE)) > allowed
     )
-    at_row, at_group, best, beyond = (part[stale] for part in (at_row, at_group, best, beyond))
+    at_row, at_group, best, beyond = at_row[stale], at_group[stale], best[stale], beyond[stale]
     fresh_rows = np.unique(at_row[beyond])
     within = ~np.isin(at_row, fresh_rows)
     at_row, at_group, best = at_row[within], at_group[within], best[within]
@@ -283,7 +283,8 @@ def _divide(values: Floats, steps: Floats) -> Floats:
 
 def _steps(scales: Scales, rows: Rows) -> Floats:
     """Return s * r as (n, G, 1) f32."""
-    return np.multiply(scales, rows[:, None], dtype=np.float32)[..., None]
+    steps: Floats = np.multiply(scales, rows[:, None], dtype=np.float32)
+    return steps[..., None]
 
 
 def _codes(values: Floats, scales: Scales, rows: Rows) -> Codes:
