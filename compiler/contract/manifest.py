@@ -9,7 +9,6 @@ refused.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +19,8 @@ from compiler.contract.canonical import (
     require_sha256,
     sha256_hex,
 )
-from compiler.contract.errors import ContractError, LimitExceededError
+from compiler.contract.errors import ContractError
+from compiler.contract.fields import require_fields, require_integer, require_list
 from compiler.contract.planes import (
     MAX_SECTION_BYTES,
     Plane,
@@ -31,6 +31,7 @@ from compiler.contract.planes import (
 SCHEMA: Final = "sparsefleet.release/1"
 MAX_MANIFEST_BYTES: Final = 8 * 1024 * 1024
 MAX_SECTIONS: Final = 65_536
+MAX_PLANES: Final = 65_536
 NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 VERIFIED_ON: Final = (
     "device",
@@ -47,6 +48,7 @@ _FIELDS: Final = frozenset(
         *("requires", "verified_on", "sections", "provenance_sha256"),
     )
 )
+_REQUIREMENT_FIELDS: Final = frozenset(("ram_bytes", "free_bytes", "agent_min"))
 _SECTION_FIELDS: Final = frozenset(("id", "size_bytes", "sha256", "planes"))
 
 
@@ -140,17 +142,18 @@ def parse_manifest(data: bytes) -> ReleaseManifest:
         LimitExceededError: Larger than `MAX_MANIFEST_BYTES`, or too many or too large sections.
         ContractError: Any field is missing, unknown, of the wrong type or out of range.
     """
-    document = parse_object(data, limit_bytes=MAX_MANIFEST_BYTES)
-    _require_fields(document, _FIELDS, "manifest")
+    document = require_fields(
+        parse_object(data, limit_bytes=MAX_MANIFEST_BYTES), _FIELDS, "manifest"
+    )
     if document["schema"] != SCHEMA:
         raise ContractError(f"manifest schema {document['schema']!r}, expected {SCHEMA!r}")
     manifest = ReleaseManifest(
         model=_name(document["model"], "model"),
         version=_name(document["version"], "version"),
-        release_seq=_integer(document["release_seq"], "release_seq", 1, 1 << 53),
-        security_epoch=_integer(document["security_epoch"], "security_epoch", 0, 1 << 31),
+        release_seq=require_integer(document["release_seq"], "release_seq", 1, 1 << 53),
+        security_epoch=require_integer(document["security_epoch"], "security_epoch", 0, 1 << 31),
         target=_name(document["target"], "target"),
-        plan_abi=_integer(document["plan_abi"], "plan_abi", 1, 1 << 16),
+        plan_abi=require_integer(document["plan_abi"], "plan_abi", 1, 1 << 16),
         requires=_requirements(document["requires"]),
         verified_on=_one_of(document["verified_on"], VERIFIED_ON),
         sections=_sections(document["sections"]),
@@ -171,11 +174,9 @@ def _section_json(section: Section) -> Json:
 
 
 def _sections(value: Json) -> tuple[Section, ...]:
-    if not isinstance(value, list) or not value:
-        raise ContractError("sections must be a non-empty list")
-    if len(value) > MAX_SECTIONS:
-        raise LimitExceededError(f"{len(value)} sections, limit {MAX_SECTIONS}")
-    sections = tuple(_section(item) for item in value)
+    sections = tuple(_section(item) for item in require_list(value, "sections", MAX_SECTIONS))
+    if not sections:
+        raise ContractError("a bundle has at least one section")
     names = [section.component for section in sections]
     if names != sorted(set(names)):
         raise ContractError("sections must be unique and in ascending order")
@@ -183,19 +184,15 @@ def _sections(value: Json) -> tuple[Section, ...]:
 
 
 def _section(value: Json) -> Section:
-    if not isinstance(value, dict):
-        raise ContractError("a section must be an object")
-    _require_fields(value, _SECTION_FIELDS, "section")
+    value = require_fields(value, _SECTION_FIELDS, "section")
     component = require_component(value["id"])
-    size = _integer(value["size_bytes"], "size_bytes", 0, MAX_SECTION_BYTES)
+    size = require_integer(value["size_bytes"], "size_bytes", 0, MAX_SECTION_BYTES)
     planes = _planes(value["planes"], size)
     return Section(component, size, require_sha256(value["sha256"], "sha256"), planes)
 
 
 def _planes(value: Json, size: int) -> tuple[Plane, ...]:
-    if not isinstance(value, list):
-        raise ContractError("planes must be a list")
-    planes = tuple(_plane(item) for item in value)
+    planes = tuple(_plane(item) for item in require_list(value, "planes", MAX_PLANES))
     if planes:
         require_cover(planes, size)
     return planes
@@ -206,26 +203,18 @@ def _plane(value: Json) -> Plane:
         raise ContractError("a plane is [kind, offset, length]")
     return Plane(
         value[0],
-        _integer(value[1], "plane offset", 0, MAX_SECTION_BYTES),
-        _integer(value[2], "plane length", 1, MAX_SECTION_BYTES),
+        require_integer(value[1], "plane offset", 0, MAX_SECTION_BYTES),
+        require_integer(value[2], "plane length", 1, MAX_SECTION_BYTES),
     )
 
 
 def _requirements(value: Json) -> Requirements:
-    if not isinstance(value, dict):
-        raise ContractError("requires must be an object")
-    _require_fields(value, frozenset(("ram_bytes", "free_bytes", "agent_min")), "requires")
+    value = require_fields(value, _REQUIREMENT_FIELDS, "requires")
     return Requirements(
-        ram_bytes=_integer(value["ram_bytes"], "ram_bytes", 0, 1 << 50),
-        free_bytes=_integer(value["free_bytes"], "free_bytes", 0, 1 << 50),
-        agent_min=_integer(value["agent_min"], "agent_min", 0, 1 << 16),
+        ram_bytes=require_integer(value["ram_bytes"], "ram_bytes", 0, 1 << 50),
+        free_bytes=require_integer(value["free_bytes"], "free_bytes", 0, 1 << 50),
+        agent_min=require_integer(value["agent_min"], "agent_min", 0, 1 << 16),
     )
-
-
-def _require_fields(value: Mapping[str, Json], expected: frozenset[str], what: str) -> None:
-    if value.keys() != expected:
-        odd = sorted(value.keys() ^ expected)
-        raise ContractError(f"{what}: missing or unknown fields {odd}")
 
 
 def _name(value: Json, what: str) -> str:
@@ -237,10 +226,4 @@ def _name(value: Json, what: str) -> str:
 def _one_of(value: Json, allowed: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise ContractError(f"{value!r} is not one of {', '.join(allowed)}")
-    return value
-
-
-def _integer(value: Json, what: str, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ContractError(f"{what} must be an integer in {low}..{high}")
     return value

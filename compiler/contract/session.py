@@ -1,0 +1,151 @@
+"""See a picture, answer a question: the greedy loop over a plan, one native call per token.
+
+The loop is the same on a device, in the simulator, in the evaluation and in the benchmark, because
+all of them run this module over something that satisfies `PlanRunner`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from compiler.contract.errors import ContractError, LimitExceededError
+from compiler.contract.pipeline import Pipeline, TokenSpec
+
+Buffer = bytes | bytearray | memoryview
+SEE: Final = "see"
+STEP: Final = "step"
+FORWARD: Final = "forward"
+
+
+class PlanRunner(Protocol):
+    """A loaded plan: the native one, or the simulator."""
+
+    @property
+    def kv_length(self) -> int:
+        """Rows in the key/value cache."""
+
+    @kv_length.setter
+    def kv_length(self, length: int) -> None:
+        """Forget every row from `length` on."""
+
+    def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
+        """Run one program. Inputs and outputs are raw little-endian rows, by role."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model said.
+
+    Attributes:
+        tokens: Ids before the end token.
+        stopped: Whether the model ended the answer by itself; otherwise it was cut off.
+        calls: Native calls made, one per token and one per further chunk of the prompt.
+    """
+
+    tokens: tuple[int, ...]
+    stopped: bool
+    calls: int
+
+
+class Session:
+    """One picture in view, any number of questions about it.
+
+    Not safe for two threads: the plan has one cache.
+    """
+
+    def __init__(self, runner: PlanRunner, pipeline: Pipeline) -> None:
+        """Start with nothing in view.
+
+        Raises:
+            ContractError: The bundle does not answer in words.
+        """
+        if pipeline.tokens is None or STEP not in pipeline.programs:
+            raise ContractError("this bundle does not answer in words")
+        self._runner = runner
+        self._pipeline = pipeline
+        self._tokens: TokenSpec = pipeline.tokens
+        self._seen = 0
+        runner.kv_length = 0
+
+    def see(self, image: Buffer) -> None:
+        """Put a picture in view, replacing the last one.
+
+        Args:
+            image: u8 pixels, `pipeline.image.size_bytes` long.
+
+        Raises:
+            ContractError: The model sees no pictures, or the picture has the wrong size.
+        """
+        spec = self._pipeline.image
+        if spec is None or SEE not in self._pipeline.programs:
+            raise ContractError("this bundle sees no pictures")
+        if len(image) != spec.size_bytes:
+            raise ContractError(f"picture of {len(image)} bytes, expected {spec.size_bytes}")
+        self._seen = 0
+        self._runner.kv_length = 0
+        self._runner.run(SEE, {"image": image})
+        self._seen = self._runner.kv_length
+
+    def ask(self, prompt: str, words: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return the answer, in words, to the prompt of that name around `words`."""
+        answer = self.answer(self._tokens.prompt(prompt, words))
+        return tuple(self._tokens.words(answer.tokens))
+
+    def answer(self, prompt: Sequence[int]) -> Answer:
+        """Answer greedily about the picture in view.
+
+        Args:
+            prompt: Token ids; see `TokenSpec.prompt`.
+
+        Raises:
+            ContractError: The prompt is empty.
+            LimitExceededError: The prompt leaves no room for an answer.
+        """
+        if not prompt:
+            raise ContractError("an empty prompt has no answer")
+        room = self._pipeline.max_context - self._seen
+        if len(prompt) > room:
+            raise LimitExceededError(f"prompt of {len(prompt)} tokens, room for {room}")
+        self._runner.kv_length = self._seen
+        token, calls = self._feed(prompt, 0)
+        position = len(prompt)
+        out: list[int] = []
+        while token != self._tokens.eos and len(out) < self._tokens.max_answer_tokens:
+            out.append(token)
+            full = self._seen + position >= self._pipeline.max_context
+            if full or len(out) == self._tokens.max_answer_tokens:
+                break
+            token, made = self._feed((token,), position)
+            calls += made
+            position += 1
+        return Answer(tuple(out), token == self._tokens.eos, calls)
+
+    def _feed(self, ids: Sequence[int], offset: int) -> tuple[int, int]:
+        """Feed `ids`, the first at text position `offset`; return the next token and the calls."""
+        most = self._pipeline.max_step_tokens
+        calls = 0
+        outputs: Mapping[str, memoryview] = {}
+        for start in range(0, len(ids), most):
+            chunk = ids[start : start + most]
+            first = self._tokens.position_base + offset + start
+            outputs = self._runner.run(STEP, step_inputs(chunk, first))
+            calls += 1
+        return int.from_bytes(outputs["token"][:4], "little", signed=True), calls
+
+
+def step_inputs(ids: Sequence[int], first_position: int) -> dict[str, bytes]:
+    """Return the inputs of program `step` for `ids` at consecutive positions."""
+    positions = range(first_position, first_position + len(ids))
+    return {"token_ids": pack_i32(ids), "positions": pack_i32(positions)}
+
+
+def pack_i32(values: Sequence[int]) -> bytes:
+    """Return `values` as little-endian i32.
+
+    Raises:
+        ContractError: A value does not fit.
+    """
+    try:
+        return b"".join(value.to_bytes(4, "little", signed=True) for value in values)
+    except OverflowError as error:
+        raise ContractError(f"not a 32-bit value: {error}") from error
