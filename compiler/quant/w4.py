@@ -274,7 +274,8 @@ def _errors(values: Floats, steps: Floats) -> Floats:
     wide = steps[..., None]
     levels = np.clip(np.rint(_divide(values, wide)), -8, 7)
     difference = values - levels * wide
-    return np.asarray(np.einsum("...k,...k->...", difference, difference), np.float32)
+    total: Floats = np.einsum("...k,...k->...", difference, difference).astype(np.float32)
+    return total
 
 
 def _divide(values: Floats, steps: Floats) -> Floats:
