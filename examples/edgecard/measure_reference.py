@@ -113,7 +113,9 @@ class ReferenceModel:
         self, embeds: F32, positions: NDArray[np.int64], keys: F32, values: F32
     ) -> tuple[F32, F32, F32]:
         new, past = embeds.shape[1], keys.shape[3]
-        mask = np.triu(np.full((new, past + new), MASKED, np.float32), past + 1)[None, None]
+        mask = np.zeros((1, 1, new, past + new), np.float32)
+        if new > 1:  # a single token sees everything before it
+            mask[0, 0] = np.triu(np.full((new, past + new), MASKED, np.float32), past + 1)
         feeds = {
             "embeds": embeds,
             "position_ids": positions,

@@ -1,0 +1,1 @@
+"""Benchmarks: one module per claim, one runner; measured and printed, never asserted."""

@@ -1,0 +1,137 @@
+"""Calibration and evaluation sets of a submission, format `sparsefleet.cards/1`.
+
+`<stem>.npz` holds `images`, u8 (n, height, width) or (n, height, width, channels). `<stem>.json`
+holds cards, each a row of `images` and questions `{"kind", "prompt", "words", "answer"}`, words and
+answer as tokens of the vocabulary.
+"""
+
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiler.contract.canonical import Json, parse_object
+from compiler.contract.errors import ContractError
+from compiler.contract.fields import (
+    require_fields,
+    require_integer,
+    require_list,
+    require_text,
+)
+from compiler.contract.pipeline import ImageSpec
+from compiler.errors import MalformedModelError
+
+SCHEMA: Final = "sparsefleet.cards/1"
+MAX_CARDS: Final = 100_000
+MAX_QUESTIONS: Final = 1_000
+MAX_WORDS: Final = 4_096
+MAX_TEXT: Final = 1_024
+MAX_JSON_BYTES: Final = 256 * 1024 * 1024
+MAX_IMAGE_BYTES: Final = 1024 * 1024 * 1024
+_UNREADABLE: Final = (
+    ValueError,
+    KeyError,
+    EOFError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+_FIELDS: Final = frozenset(("schema", "images", "cards"))
+_CARD_FIELDS: Final = frozenset(("image", "questions"))
+_QUESTION_FIELDS: Final = frozenset(("kind", "prompt", "words", "answer"))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question about one card.
+
+    Attributes:
+        kind: What is asked; scores are kept per kind.
+        prompt: Name of the prompt that goes around the words.
+        words: The question, as tokens.
+        answer: The expected answer, as tokens, without the end token.
+    """
+
+    kind: str
+    prompt: str
+    words: tuple[str, ...]
+    answer: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A picture and its questions. image: u8, rows of pixels."""
+
+    image: bytes
+    questions: tuple[Question, ...]
+
+
+def read_cards(directory: Path, stem: str, image: ImageSpec) -> tuple[Card, ...]:
+    """Read the set `stem` of a submission.
+
+    Raises:
+        MalformedModelError: A file is missing, truncated or not in the format, or its pictures do
+            not have the size that the pipeline states.
+    """
+    try:
+        document = _document((directory / f"{stem}.json").read_bytes(), stem)
+        images = _images(directory / f"{stem}.npz", image)
+        cards = require_list(document["cards"], "cards", MAX_CARDS)
+        return tuple(_card(item, images) for item in cards)
+    except (ContractError, OSError) as error:
+        raise MalformedModelError(
+            f"{stem} set: {error}", hint=f"{stem}.json and {stem}.npz in format {SCHEMA}"
+        ) from error
+
+
+def _document(data: bytes, stem: str) -> Mapping[str, Json]:
+    document = require_fields(parse_object(data, limit_bytes=MAX_JSON_BYTES), _FIELDS, stem)
+    if document["schema"] != SCHEMA or document["images"] != f"{stem}.npz":
+        raise ContractError(f"expected schema {SCHEMA!r} and images '{stem}.npz'")
+    return document
+
+
+def _images(path: Path, spec: ImageSpec) -> NDArray[np.uint8]:
+    try:
+        with zipfile.ZipFile(path) as listing:
+            size = listing.getinfo("images.npy").file_size
+        if size > MAX_IMAGE_BYTES:
+            raise ContractError(f"{path.name} unpacks to {size} bytes, limit {MAX_IMAGE_BYTES}")
+        with np.load(path, allow_pickle=False) as archive:
+            images: NDArray[np.uint8] = archive["images"]
+    except _UNREADABLE as error:
+        raise ContractError(f"{path.name} is not an archive with `images`: {error}") from error
+    shape = (spec.height, spec.width, spec.channels)[: 2 if spec.channels == 1 else 3]
+    if images.dtype != np.uint8 or images.shape[1:] != shape:
+        raise ContractError(
+            f"images are {images.dtype} {images.shape[1:]}, the pipeline says uint8 {shape}"
+        )
+    return images
+
+
+def _card(value: Json, images: NDArray[np.uint8]) -> Card:
+    fields = require_fields(value, _CARD_FIELDS, "card")
+    row = require_integer(fields["image"], "image", 0, len(images) - 1)
+    questions = require_list(fields["questions"], "questions", MAX_QUESTIONS)
+    return Card(images[row].tobytes(), tuple(_question(item) for item in questions))
+
+
+def _question(value: Json) -> Question:
+    fields: Mapping[str, Json] = require_fields(value, _QUESTION_FIELDS, "question")
+    return Question(
+        kind=require_text(fields["kind"], "kind", MAX_TEXT),
+        prompt=require_text(fields["prompt"], "prompt", MAX_TEXT),
+        words=_words(fields["words"]),
+        answer=_words(fields["answer"]),
+    )
+
+
+def _words(value: Json) -> tuple[str, ...]:
+    return tuple(
+        require_text(item, "word", MAX_TEXT) for item in require_list(value, "words", MAX_WORDS)
+    )
