@@ -1,0 +1,1 @@
+"""Hardware probe: what this device is, as a fingerprint."""
