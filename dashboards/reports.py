@@ -1,0 +1,106 @@
+"""A JSON report as people read it: facts, and tables of equal objects. Pure.
+
+The compiler's report grows with the compiler. Names carry their unit (`_bytes`, `_ms`, `_s`, `_ratio`), so that a new
+figure is shown properly without anybody touching the pages.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dashboards.templatetags.sparsefleet import bytesize, duration, figure, milliseconds, percent
+
+MAX_ROWS: Final = 200
+MAX_TEXT: Final = 200
+_UNITS: Final[tuple[tuple[str, Callable[[object], str]], ...]] = (
+    ("_bytes", bytesize),
+    ("_ms", milliseconds),
+    ("_seconds", duration),
+    ("_s", duration),
+    ("_ratio", percent),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTable:
+    """Equal objects, one a row; every cell is text."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    rows_left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A report laid out for a page."""
+
+    facts: tuple[tuple[str, str], ...]
+    tables: tuple[ReportTable, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.facts or self.tables)
+
+
+def report_of(document: object) -> Report:
+    """Lay out a report: scalars become facts, lists of objects and flat objects become tables."""
+    facts: list[tuple[str, str]] = []
+    tables: list[ReportTable] = []
+    if isinstance(document, Mapping):
+        for name, value in document.items():
+            _place(str(name), value, facts, tables)
+    return Report(tuple(facts), tuple(tables))
+
+
+def cell_text(name: str, value: object) -> str:
+    """Return one value as text, in the unit that its name says."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        for suffix, show in _UNITS:
+            if name.endswith(suffix):
+                return show(value)
+        return figure(value)
+    if isinstance(value, Mapping):
+        text = ", ".join(f"{key} {cell_text(str(key), item)}" for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        text = ", ".join(cell_text("", item) for item in value)
+    else:
+        text = str(value)
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+def title_of(name: str) -> str:
+    """Return a field name as a heading, without its unit."""
+    for suffix, _ in _UNITS:
+        name = name.removesuffix(suffix)
+    return name.replace("_", " ").strip().capitalize() or "Value"
+
+
+def _place(
+    name: str, value: object, facts: list[tuple[str, str]], tables: list[ReportTable]
+) -> None:
+    if isinstance(value, Mapping) and value:
+        if all(isinstance(item, Mapping) for item in value.values()):
+            rows = [{"name": key, **item} for key, item in value.items()]
+            tables.append(_table(name, rows))
+            return
+        pairs = [{"name": title_of(str(key)), "value": cell_text(str(key), item)} for key, item in value.items()]
+        tables.append(_table(name, pairs))
+    elif isinstance(value, (list, tuple)) and value and all(isinstance(item, Mapping) for item in value):
+        tables.append(_table(name, value))
+    else:
+        facts.append((title_of(name), cell_text(name, value)))
+
+
+def _table(name: str, rows: Sequence[Mapping[str, object]]) -> ReportTable:
+    columns = list(dict.fromkeys(str(key) for row in rows for key in row))
+    shown = rows[:MAX_ROWS]
+    return ReportTable(
+        title=title_of(name),
+        columns=tuple(title_of(column) for column in columns),
+        rows=tuple(tuple(cell_text(column, row.get(column)) for column in columns) for row in shown),
+        rows_left_out=len(rows) - len(shown),
+    )

@@ -1,0 +1,29 @@
+"""One bundle, and the manifest that is signed for it, byte for byte."""
+
+from django.http import HttpRequest, HttpResponse
+from django.views.decorators.http import require_safe
+
+from builds.common.auth import Actor
+from builds.selectors.pages import bundle_detail as find_bundle
+from dashboards.pages import page, show
+from fleet.selectors.pages import devices_running
+
+
+def _detail(request: HttpRequest, actor: Actor, manifest_sha256: str) -> HttpResponse:
+    detail = find_bundle(manifest_sha256=manifest_sha256)
+    context = {"detail": detail, "running_count": devices_running(bundle_id=detail.bundle.pk)}
+    return show(request, actor, "bundle_detail", context)
+
+
+def _manifest(request: HttpRequest, actor: Actor, manifest_sha256: str) -> HttpResponse:  # noqa: ARG001
+    bundle = find_bundle(manifest_sha256=manifest_sha256).bundle
+    name = f"{bundle.version.model.name}-{bundle.version.version}-{bundle.target.name}.json"
+    return HttpResponse(
+        bundle.manifest_bytes,
+        content_type="application/json",
+        headers={"Content-Disposition": f'attachment; filename="{name}"'},
+    )
+
+
+bundle_detail = require_safe(page(_detail))
+bundle_manifest = require_safe(page(_manifest))

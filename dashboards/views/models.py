@@ -1,0 +1,74 @@
+"""Models with their versions, and one version with its build matrix."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from django.http import HttpRequest, HttpResponse
+from django.views.decorators.http import require_safe
+
+from builds.common.auth import Actor
+from builds.models import ModelVersion
+from builds.selectors.pages import MatrixCell, MatrixRow, deltas_of, model_matrices
+from builds.selectors.pages import version_detail as find_version
+from dashboards.pages import page, show
+from dashboards.quality import Claim, claim_of
+from fleet.selectors.pages import Measured, measured_by_manifest
+
+
+@dataclass(frozen=True, slots=True)
+class VersionLine:
+    """One version as the list of models shows it."""
+
+    version: ModelVersion
+    claim: Claim
+    measured: Measured
+    cells: tuple[MatrixCell, ...]
+
+
+def _list(request: HttpRequest, actor: Actor) -> HttpResponse:
+    matrices = model_matrices()
+    measured = measured_by_manifest(_digests(row for item in matrices for row in item.rows))
+    is_final = all(row.is_final for matrix in matrices for row in matrix.rows)
+    models = [
+        (matrix, [_line(row, measured) for row in matrix.rows]) for matrix in matrices
+    ]
+    context = {"models": models}
+    return show(
+        request, actor, "model_list", context, fragment="_model_matrices", final=is_final
+    )
+
+
+def _detail(request: HttpRequest, actor: Actor, model: str, version: str) -> HttpResponse:
+    found, row = find_version(model=model, version=version)
+    measured = measured_by_manifest(_digests([row]))
+    context = {
+        "version": found,
+        "line": _line(row, measured),
+        "cells": [
+            (cell, measured.get(cell.bundle.manifest_sha256) if cell.bundle else None)
+            for cell in row.cells
+        ],
+        "deltas": deltas_of(version_id=found.pk),
+        "total_bytes": sum(int(item.get("size_bytes", 0)) for item in found.files),
+    }
+    return show(
+        request, actor, "version_detail", context, fragment="_version_live", final=row.is_final
+    )
+
+
+def _digests(rows: Iterable[MatrixRow]) -> list[str]:
+    return [cell.bundle.manifest_sha256 for row in rows for cell in row.cells if cell.bundle]
+
+
+def _line(row: MatrixRow, measured: Mapping[str, Measured]) -> VersionLine:
+    parts = [measured[digest] for digest in _digests([row]) if digest in measured]
+    return VersionLine(
+        version=row.version,
+        claim=claim_of(row.version.claim),
+        measured=sum(parts, start=Measured()),
+        cells=row.cells,
+    )
+
+
+model_list = require_safe(page(_list))
+version_detail = require_safe(page(_detail))
