@@ -1,0 +1,159 @@
+"""Set-up of a fresh platform in the demo's own state folder, and its two processes."""
+
+import json
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from dashboards.conf.env import ROOT, child_environment
+from dashboards.demo.processes import ProcessGroup
+
+HOST: Final = "127.0.0.1"
+WEB_THREADS: Final = 16
+POLL_AFTER_S: Final = "1.0"
+TICK_S: Final = "1.0"
+KEPT: Final = "cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may do what in the demo; shown once, random in every run."""
+
+    admin_password: str
+    manager_password: str
+    ci_token: str
+    manager_token: str
+
+
+def fresh_state(root: Path) -> Path:
+    """Empty the demo's folder except the compile cache, and return the platform's state folder.
+
+    The cache is content-addressed, so what an earlier run left there is either right or not found.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for entry in root.iterdir():
+        if entry.name == KEPT:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    state = root / "platform"
+    state.mkdir()
+    (root / KEPT).mkdir(exist_ok=True)
+    return state
+
+
+def platform_environment(state: Path, probation_s: float) -> Mapping[str, str]:
+    """Return the environment of the platform's processes: the embedded form, in a hurry."""
+    return child_environment(
+        SPARSEFLEET_STATE_DIR=str(state),
+        SPARSEFLEET_DATABASE_URL="",
+        SPARSEFLEET_BROKER_URL="",
+        SPARSEFLEET_POLL_AFTER_S=POLL_AFTER_S,
+        SPARSEFLEET_TICK_S=TICK_S,
+        SPARSEFLEET_PROBATION_S=str(probation_s),
+        SPARSEFLEET_COMPILE_CACHE=str(state.parent / KEPT),
+        SPARSEFLEET_NO_BOOTSTRAP="1",
+        PYTHONUNBUFFERED="1",
+    )
+
+
+def manage(*arguments: str) -> list[str]:
+    """Return the command line of a management command."""
+    return [sys.executable, str(ROOT / "manage.py"), *arguments]
+
+
+def set_up(group: ProcessGroup) -> Access:
+    """Make database, demo keys, users and tokens; all by the commands an operator would use."""
+    group.run(manage("migrate", "--verbosity", "0"))
+    group.run(manage("keys_init"))
+    admin, manager = secrets.token_urlsafe(9), secrets.token_urlsafe(9)
+    access = json.loads(
+        group.run(
+            manage(
+                "bootstrap_access",
+                "--json",
+                "--password",
+                f"admin={admin}",
+                "--password",
+                f"release-manager={manager}",
+            )
+        )
+    )
+    token = json.loads(
+        group.run(
+            manage("token_create", "--name", "release-desk", "--role", "release_manager", "--json")
+        )
+    )
+    return Access(admin, manager, access["ci_token"], token["token"])
+
+
+def claim_token(group: ProcessGroup, uses: int) -> str:
+    """Make a claim token with which `uses` devices may enrol."""
+    output = group.run(
+        manage("claim_create", "--name", "demo", "--uses", str(uses), "--json"),
+    )
+    token: str = json.loads(output)["token"]
+    return token
+
+
+def start_web(group: ProcessGroup, port: int) -> str:
+    """Start the web process and return its address."""
+    group.start(
+        "web",
+        [
+            Path(sys.executable).with_name("granian"),
+            "--interface",
+            "wsgi",
+            "--host",
+            HOST,
+            "--port",
+            str(port),
+            "--workers",
+            "1",
+            "--blocking-threads",
+            str(WEB_THREADS),
+            "--no-ws",
+            "--log-level",
+            "warning",
+            "dashboards.conf.wsgi:application",
+        ],
+    )
+    return f"http://{HOST}:{port}"
+
+
+def start_worker(group: ProcessGroup, state: Path) -> None:
+    """Start one worker, with the tick inside."""
+    group.start(
+        "worker",
+        [
+            Path(sys.executable).with_name("celery"),
+            "-A",
+            "dashboards.conf.celery",
+            "worker",
+            "--beat",
+            "--schedule",
+            str(state / "beat-schedule"),
+            "--pool",
+            "threads",
+            "--concurrency",
+            "3",
+            "--loglevel",
+            "WARNING",
+        ],
+    )
+
+
+def is_ready(base_url: str) -> bool | None:
+    """Return True once the web process answers, else None."""
+    try:
+        return httpx.get(f"{base_url}/readyz", timeout=2.0).is_success or None
+    except httpx.TransportError:
+        return None
