@@ -1,0 +1,1 @@
+"""Facts about IR modules: constants by content, movement of elements, zeros."""

@@ -1,0 +1,36 @@
+"""Text form of modules: MLIR syntax, generic where an operation has no own form."""
+
+from xdsl.context import Context
+from xdsl.dialects.builtin import Builtin, ModuleOp
+from xdsl.dialects.func import Func
+from xdsl.parser import Parser
+
+from compiler.dialects.hw import Hw
+from compiler.dialects.mm import Mm
+from compiler.dialects.moe import Moe
+from compiler.dialects.sp import Sp
+
+
+def make_context() -> Context:
+    """Return a context that knows every dialect of ours and what they are embedded in."""
+    context = Context()
+    for dialect in (Builtin, Func, Sp, Moe, Mm, Hw):
+        context.load_dialect(dialect)
+    return context
+
+
+def parse_module(text: str) -> ModuleOp:
+    """Parse and verify a module.
+
+    Raises:
+        xdsl.utils.exceptions.ParseError: The text is not a module of our dialects.
+        xdsl.utils.exceptions.VerifyException: It is, and breaks a rule of an operation.
+    """
+    module = Parser(make_context(), text).parse_module()
+    module.verify()
+    return module
+
+
+def print_module(module: ModuleOp) -> str:
+    """Return the text of a module; `parse_module` reads it back to the same text."""
+    return str(module) + "\n"

@@ -1,0 +1,284 @@
+"""From evaluated ONNX nodes to an IR function.
+
+Operations are created by a depth-first walk from the outputs in role order, operands left to right,
+so neither names nor the order of nodes in the file leave a trace in the text. Constants are named
+by content. Shape operands vanish: movement operations carry their result shape in the type.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from xdsl.dialects.builtin import (
+    ArrayAttr,
+    DictionaryAttr,
+    StringAttr,
+)
+from xdsl.dialects.func import FuncOp, ReturnOp
+from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
+
+from compiler.analysis.constants import ConstantTable
+from compiler.dialects.dims import Dim, fit
+from compiler.dialects.movement import ConcatOp, ExpandOp, ReshapeOp, SliceOp, TransposeOp
+from compiler.dialects.properties import integer, real
+from compiler.dialects.sp import OnnxOp
+from compiler.dialects.types import Tensor, shape_of, tensor_type
+from compiler.errors import MalformedModelError, UnsupportedOperatorError
+from compiler.frontend import fold_rules
+from compiler.frontend.evaluate import Evaluation
+from compiler.frontend.onnx_ops import OPERATORS
+from compiler.frontend.shape_rules import conv_geometry, reduce_axes
+from compiler.frontend.values import Known, Node, axis_of
+from compiler.passes.base import NodeNames
+from compiler.passes.functions import ROLE
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One input of the function: ONNX name, role, type."""
+
+    name: str
+    role: str
+    dtype: str
+    shape: Sequence[Dim]
+
+
+@dataclass(slots=True)
+class FunctionBuilder:
+    """Builds the function of one component."""
+
+    component: str
+    evaluation: Evaluation
+    constants: ConstantTable
+    names: NodeNames
+    block: Block = field(default_factory=Block)
+    values: dict[str, SSAValue] = field(default_factory=dict)
+    constant_ops: dict[str, SSAValue] = field(default_factory=dict)
+
+    def build(self, arguments: Sequence[Argument], outputs: Sequence[tuple[str, str]]) -> FuncOp:
+        """Build the function.
+
+        Args:
+            arguments: Inputs in canonical order.
+            outputs: (ONNX name, role) in canonical order.
+        """
+        for at, argument in enumerate(arguments):
+            kind = tensor_type(argument.dtype, argument.shape)
+            self.values[argument.name] = self.block.insert_arg(kind, at)
+        makers = {name: node for node in self.evaluation.nodes for name in node.outputs if name}
+        for name, _ in outputs:
+            self._visit(name, makers)
+        results = [self._value(name) for name, _ in outputs]
+        self.block.add_op(ReturnOp(*results))
+        return FuncOp(
+            self.component,
+            (list(self.block.arg_types), [result.type for result in results]),
+            Region(self.block),
+            arg_attrs=_roles([argument.role for argument in arguments]),
+            res_attrs=_roles([role for _, role in outputs]),
+        )
+
+    def _visit(self, name: str, makers: dict[str, Node]) -> None:
+        stack = [(name, False)]
+        while stack:
+            current, expanded = stack.pop()
+            if current in self.values or self.evaluation.constant(current) is not None:
+                continue
+            node = makers.get(current)
+            if node is None:
+                raise MalformedModelError(
+                    f"{self.component}: {current!r} is needed but nothing makes it"
+                )
+            if expanded:
+                self._emit(node)
+                continue
+            stack.append((current, True))
+            stack.extend((operand, False) for operand in reversed(self._operands(node)))
+
+    def _operands(self, node: Node) -> list[str]:
+        absorbed = OPERATORS[node.op].absorbed
+        return [name for at, name in enumerate(node.inputs) if name and at not in absorbed]
+
+    def _value(self, name: str) -> SSAValue:
+        if name in self.values:
+            return self.values[name]
+        array = self.evaluation.constant(name)
+        if array is None:
+            raise UnsupportedOperatorError(
+                f"{self.component}: {name!r} depends on the run-time length and is used as data",
+                hint="feed positions and masks as inputs with their roles",
+            )
+        return self._constant(array)
+
+    def _constant(self, array: np.ndarray) -> SSAValue:
+        op = self.constants.add(array)
+        key = op.sha256.data
+        if key not in self.constant_ops:
+            self.block.add_op(op)
+            self.constant_ops[key] = op.result
+        return self.constant_ops[key]
+
+    def _emit(self, node: Node) -> None:
+        row = OPERATORS[node.op]
+        builder = _BUILDERS.get(row.build, _build_generic)
+        types = [self._type(node, at) for at in range(len(node.outputs))]
+        made = builder(self, node, types)
+        for name, value in zip(node.outputs, made, strict=False):
+            if name:
+                self.values[name] = value
+
+    def _type(self, node: Node, at: int) -> Tensor:
+        name = node.outputs[at]
+        if not name:
+            return tensor_type("float32", [])
+        shape = self.evaluation.shape(name)
+        dtype = self.evaluation.values[name][0].dtype
+        if shape is None:
+            raise UnsupportedOperatorError(
+                f"operator {node.op} (node {node.name}): a size is not linear in the lengths"
+            )
+        return tensor_type(dtype, shape)
+
+    def add(self, op: Operation, node: Node) -> Operation:
+        """Append an operation and remember which node it came from."""
+        self.block.add_op(op)
+        self.names.names[op] = node.name
+        return op
+
+    def shape(self, name: str) -> list[Dim]:
+        """Return the sizes of an ONNX value whose type has been checked."""
+        shape = self.evaluation.shape(name)
+        assert shape is not None
+        return shape
+
+
+def _roles(roles: Sequence[str]) -> ArrayAttr[DictionaryAttr]:
+    return ArrayAttr([DictionaryAttr({ROLE: StringAttr(role)}) for role in roles])
+
+
+def _build_generic(b: FunctionBuilder, node: Node, types: list[Tensor]) -> list[SSAValue]:
+    absorbed = OPERATORS[node.op].absorbed
+    arguments = [
+        b._value(name) if name else None
+        for at, name in enumerate(node.inputs)
+        if at not in absorbed
+    ]
+    op = b.add(OnnxOp(node.op, arguments, _attributes(b, node), types), node)
+    return list(op.results)
+
+
+def _build_identity(b: FunctionBuilder, node: Node, _types: list[Tensor]) -> list[SSAValue]:
+    return [b._value(node.inputs[0])]
+
+
+def _build_reshape(b: FunctionBuilder, node: Node, _types: list[Tensor]) -> list[SSAValue]:
+    x = b._value(node.inputs[0])
+    return list(b.add(ReshapeOp(x, b.shape(node.outputs[0])), node).results)
+
+
+def _build_expand(b: FunctionBuilder, node: Node, _types: list[Tensor]) -> list[SSAValue]:
+    x = b._value(node.inputs[0])
+    return list(b.add(ExpandOp(x, b.shape(node.outputs[0])), node).results)
+
+
+def _build_transpose(b: FunctionBuilder, node: Node, _types: list[Tensor]) -> list[SSAValue]:
+    x = b._value(node.inputs[0])
+    perm = node.attrs["perm"] or list(range(len(shape_of(x))))[::-1]
+    return list(b.add(TransposeOp(x, perm), node).results)
+
+
+def _build_concat(b: FunctionBuilder, node: Node, _types: list[Tensor]) -> list[SSAValue]:
+    parts = [b._value(name) for name in node.inputs]
+    axis = axis_of(int(node.attrs["axis"]), len(shape_of(parts[0])))
+    return list(b.add(ConcatOp(parts, axis), node).results)
+
+
+def _build_slice(b: FunctionBuilder, node: Node, _types: list[Tensor]) -> list[SSAValue]:
+    x = b._value(node.inputs[0])
+    evaluation = b.evaluation
+    per_binding = [
+        fold_rules.slices(node, [evaluation.values[n][at] if n else None for n in node.inputs])
+        for at in range(len(evaluation.bindings))
+    ]
+    for axis, count in enumerate(b.shape(node.outputs[0])):
+        starts = [slices[axis].start or 0 for slices in per_binding]
+        steps = {1 if slices[axis].step is None else slices[axis].step for slices in per_binding}
+        first = fit(starts, evaluation.bindings)
+        if first is None or len(steps) != 1:
+            raise UnsupportedOperatorError(
+                f"operator Slice (node {node.name}): a bound is not linear in the lengths"
+            )
+        (step,) = steps
+        if (first, count, step) != (Dim(0), shape_of(x)[axis], 1):
+            x = b.add(SliceOp(x, axis, first, count, step), node).results[0]
+    return [x]
+
+
+def _build_split(b: FunctionBuilder, node: Node, types: list[Tensor]) -> list[SSAValue]:
+    x = b._value(node.inputs[0])
+    axis = axis_of(int(node.attrs["axis"]), len(shape_of(x)))
+    results: list[SSAValue] = []
+    start = Dim(0)
+    for name, _ in zip(node.outputs, types, strict=True):
+        count = b.shape(name)[axis]
+        results.append(b.add(SliceOp(x, axis, start, count), node).results[0])
+        start = start + count
+    return results
+
+
+def _build_gather(b: FunctionBuilder, node: Node, types: list[Tensor]) -> list[SSAValue]:
+    index = b.evaluation.constant(node.inputs[1])
+    runtime = b.evaluation.constant(node.inputs[0]) is None
+    if index is None or index.ndim > 0 or not runtime:
+        return _build_generic(b, node, types)
+    x = b._value(node.inputs[0])
+    axis = axis_of(int(node.attrs["axis"]), len(shape_of(x)))
+    start = Dim(int(index)) if index >= 0 else shape_of(x)[axis] + Dim(int(index))
+    one = b.add(SliceOp(x, axis, start, Dim(1)), node).results[0]
+    return list(b.add(ReshapeOp(one, b.shape(node.outputs[0])), node).results)
+
+
+_BUILDERS = {
+    "identity": _build_identity,
+    "reshape": _build_reshape,
+    "expand": _build_expand,
+    "transpose": _build_transpose,
+    "concat": _build_concat,
+    "slice": _build_slice,
+    "split": _build_split,
+    "gather": _build_gather,
+}
+
+
+def _attributes(b: FunctionBuilder, node: Node) -> dict[str, Attribute]:
+    values = {key: value for key, value in node.attrs.items() if value is not None}
+    first = b.evaluation.values[node.inputs[0]][0]
+    operands = [b.evaluation.values[name][0] if name else None for name in node.inputs]
+    rank = len(first.shape)
+    if "axis" in values:
+        values["axis"] = axis_of(int(values["axis"]), rank)
+    if node.op.startswith("Reduce"):
+        values = {"axes": list(reduce_axes(node, operands)), "keepdims": values["keepdims"]}
+    if node.op == "TopK":
+        count = operands[1]
+        assert isinstance(count, Known)
+        values["k"] = int(count.array.reshape(-1)[0])
+    if node.op == "Conv":
+        strides, dilations, pads = conv_geometry(node, rank - 2)
+        geometry = {"strides": strides, "dilations": dilations, "pads": pads}
+        values = {"group": values["group"], **geometry}
+    return {key: _attribute(value) for key, value in values.items()}
+
+
+def _attribute(value: object) -> Attribute:
+    match value:
+        case int():
+            return integer(value)
+        case float():
+            return real(value)
+        case str():
+            return StringAttr(value)
+        case list() | tuple():
+            return ArrayAttr([_attribute(item) for item in value])
+        case _:
+            raise UnsupportedOperatorError(f"an attribute of type {type(value).__name__}")

@@ -1,0 +1,198 @@
+"""Shapes and constants of a graph: abstract evaluation under a few bindings of the lengths.
+
+Instead of symbolic algebra, every node is evaluated for concrete lengths (`dims.witnesses`); a size
+that is linear in the lengths is pinned down by its values, anything else is refused. Values known
+and equal for all bindings are constants, values known but different are shape arithmetic, the
+rest exists at run time.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from compiler.dialects.dims import Binding, Dim, fit
+from compiler.errors import MalformedModelError, UnsupportedOperatorError
+from compiler.frontend.onnx_file import DEFAULT_DOMAINS
+from compiler.frontend.onnx_ops import OPERATORS, REQUIRED, OnnxOperator, supported_operators
+from compiler.frontend.shape_rules import widened
+from compiler.frontend.values import Array, Known, Node, Runtime, Value, stand_in
+
+MAX_ELEMENTS = 1 << 28
+
+Family = tuple[Value, ...]
+"""One ONNX value under every binding, in the order of the bindings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """All needed values of a graph, and its needed nodes in file order."""
+
+    bindings: tuple[Binding, ...]
+    values: Mapping[str, Family]
+    nodes: Sequence[Node]
+
+    def constant(self, name: str) -> Array | None:
+        """Return the elements of a value that is the same for all lengths."""
+        first, *others = self.values[name]
+        if not isinstance(first, Known):
+            return None
+        for other in others:
+            if not isinstance(other, Known):
+                return None
+            if other is not first and not _equal(first.array, other.array):
+                return None
+        return first.array
+
+    def shape(self, name: str) -> list[Dim] | None:
+        """Return the sizes of a value, or None if one is not linear in the lengths."""
+        family = self.values[name]
+        if len({len(value.shape) for value in family}) != 1:
+            return None
+        axes = [
+            fit([value.shape[axis] for value in family], self.bindings)
+            for axis in range(len(family[0].shape))
+        ]
+        return [axis for axis in axes if axis is not None] if None not in axes else None
+
+
+def make_node(proto: onnx.NodeProto) -> tuple[Node, OnnxOperator]:
+    """Return a node with complete attributes, and its row.
+
+    Raises:
+        UnsupportedOperatorError: The operator or one of its attributes is unknown.
+    """
+    kind = proto.op_type if proto.domain in DEFAULT_DOMAINS else f"{proto.domain}::{proto.op_type}"
+    name = proto.name or (f"the one that makes {proto.output[0]!r}" if proto.output else "?")
+    row = OPERATORS.get(kind)
+    if row is None:
+        raise UnsupportedOperatorError(
+            f"operator {kind} (node {name}) is not supported",
+            hint="supported operators: " + ", ".join(supported_operators()),
+        )
+    attrs = dict(row.attrs)
+    for attribute in proto.attribute:
+        if attribute.name not in attrs:
+            raise UnsupportedOperatorError(
+                f"operator {kind} (node {name}): attribute {attribute.name!r} is not supported",
+                hint=f"supported attributes: {', '.join(sorted(attrs)) or 'none'}",
+            )
+        value = onnx.helper.get_attribute_value(attribute)
+        attrs[attribute.name] = value.decode() if isinstance(value, bytes) else value
+    missing = [key for key, value in attrs.items() if value is REQUIRED]
+    if missing:
+        raise MalformedModelError(f"operator {kind} (node {name}) has no {missing[0]!r}")
+    return Node(kind, name, tuple(proto.input), tuple(proto.output), attrs), row
+
+
+def evaluate(
+    graph: onnx.GraphProto,
+    inputs: Mapping[str, Family],
+    outputs: Sequence[str],
+    bindings: tuple[Binding, ...],
+) -> Evaluation:
+    """Evaluate everything that `outputs` depend on.
+
+    Args:
+        graph: Checked graph without control flow.
+        inputs: Graph inputs under every binding.
+        outputs: Names of the values that matter.
+        bindings: Witnesses of the run-time lengths.
+
+    Raises:
+        UnsupportedOperatorError: A needed node has no row.
+        MalformedModelError: Shapes contradict each other.
+    """
+    values: dict[str, Family] = dict(inputs)
+    for initializer in graph.initializer:
+        values.setdefault(initializer.name, (_constant(initializer),) * len(bindings))
+    if graph.sparse_initializer:
+        raise UnsupportedOperatorError(
+            "sparse initializers are not supported", hint="store weights as dense tensors"
+        )
+    nodes = []
+    for proto in _needed(graph, outputs):
+        node, row = make_node(proto)
+        unknown = [name for name in node.inputs if name and name not in values]
+        if unknown:
+            raise MalformedModelError(
+                f"node {node.name} reads {unknown[0]!r}, which is not in pipeline.json",
+                hint="give every graph input a role",
+            )
+        results = _evaluate_node(node, row, values, bindings)
+        values.update(zip(node.outputs, results, strict=False))
+        nodes.append(node)
+    return Evaluation(bindings, values, nodes)
+
+
+def _needed(graph: onnx.GraphProto, outputs: Sequence[str]) -> list[onnx.NodeProto]:
+    wanted = set(outputs)
+    kept = []
+    for proto in reversed(graph.node):
+        if wanted.intersection(proto.output):
+            wanted.update(name for name in proto.input if name)
+            kept.append(proto)
+    return kept[::-1]
+
+
+def _constant(initializer: onnx.TensorProto) -> Known:
+    array = onnx.numpy_helper.to_array(initializer)
+    return Known(array.astype(widened(array.dtype.name), copy=False))
+
+
+def _evaluate_node(
+    node: Node, row: OnnxOperator, values: Mapping[str, Family], bindings: tuple[Binding, ...]
+) -> list[Family]:
+    columns: list[list[Value]] = []
+    memo: dict[tuple[int, ...], list[Value]] = {}
+    for at in range(len(bindings)):
+        operands = [values[name][at] if name else None for name in node.inputs]
+        key = tuple(id(operand) for operand in operands)
+        if key not in memo:
+            memo[key] = _apply(node, row, operands)
+        columns.append(memo[key])
+    return [tuple(column[i] for column in columns) for i in range(len(columns[0]))]
+
+
+def _apply(node: Node, row: OnnxOperator, operands: list[Value | None]) -> list[Value]:
+    every = all(operand is None or isinstance(operand, Known) for operand in operands)
+    try:
+        if row.fold is not None and (every or row.of_shape):
+            return [_stored(array) for array in row.fold(node, operands)]
+        if row.shapes is not None:
+            return list(row.shapes(node, operands))
+        return _by_stand_ins(node, row, operands)
+    except (ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError) as error:
+        raise MalformedModelError(f"operator {node.op} (node {node.name}): {error}") from error
+
+
+def _by_stand_ins(node: Node, row: OnnxOperator, operands: list[Value | None]) -> list[Value]:
+    if row.fold is None or row.build == "constant":
+        raise ValueError("it would have to be computed at run time")
+    return [Runtime(a.shape, _result_dtype(a, operands)) for a in row.fold(node, operands)]
+
+
+def _result_dtype(array: Array, operands: list[Value | None]) -> str:
+    first = next(operand for operand in operands if operand is not None)
+    return first.dtype if array.dtype == stand_in(first).dtype else array.dtype.name
+
+
+def _stored(array: Array) -> Known:
+    if array.size > MAX_ELEMENTS:
+        raise ValueError(f"a constant of {array.size} elements, at most {MAX_ELEMENTS}")
+    return Known(array.astype(widened(array.dtype.name), copy=False))
+
+
+def _equal(a: Array, b: Array) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def bind_shape(shape: Sequence[Dim], dtype: str, bindings: tuple[Binding, ...]) -> Family:
+    """Return a run-time value of `shape` under every binding."""
+    return tuple(Runtime(tuple(d.at(b) for d in shape), dtype) for b in bindings)
+
+
+def same_everywhere(array: Array, bindings: tuple[Binding, ...]) -> Family:
+    """Return a constant under every binding."""
+    return (Known(np.asarray(array)),) * len(bindings)

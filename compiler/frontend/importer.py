@@ -1,0 +1,96 @@
+"""A submission directory to an IR module with one function per component."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+from xdsl.dialects.builtin import ModuleOp
+from xdsl.dialects.func import FuncOp
+
+from compiler.analysis.constants import ConstantTable
+from compiler.dialects.dims import witnesses
+from compiler.errors import MalformedModelError
+from compiler.frontend.build import Argument, FunctionBuilder
+from compiler.frontend.evaluate import Family, bind_shape, evaluate, same_everywhere
+from compiler.frontend.onnx_file import opset_of, read_model
+from compiler.frontend.pipeline_json import read_pipeline
+from compiler.frontend.signature import constant_value, input_type
+from compiler.passes.base import ImportedPipeline, NodeNames
+from compiler.passes.pipeline_spec import Component, Port
+
+SYMBOLS = ("P", "T")
+
+
+def import_pipeline(directory: Path) -> ImportedPipeline:
+    """Read a submission: `pipeline.json` and the ONNX files it names.
+
+    Args:
+        directory: Where the files are; nothing outside it is read.
+
+    Returns:
+        One function per component, arguments and results marked with their roles. Renaming values
+        and reordering nodes of the files does not change a byte of the module's text.
+
+    Raises:
+        MalformedModelError: A file is missing, broken, or contradicts `pipeline.json`.
+        UnsupportedOperatorError: A node's operator has no rule; the message names both.
+    """
+    spec = read_pipeline(directory)
+    constants, names = ConstantTable(), NodeNames()
+    functions, notes = [], []
+    for component in spec.components:
+        model = read_model(directory / component.file)
+        functions.append(_import_component(component, model, constants, names))
+        notes.append(
+            f"{component.name}: {len(model.graph.node)} nodes, opset {opset_of(model)},"
+            f" {len(model.graph.initializer)} initializers"
+        )
+    module = ModuleOp(functions)
+    module.verify()
+    return ImportedPipeline(spec, module, constants, names, tuple(notes))
+
+
+def _import_component(
+    component: Component, model: onnx.ModelProto, constants: ConstantTable, names: NodeNames
+) -> FuncOp:
+    graph = model.graph
+    initializers = {initializer.name for initializer in graph.initializer}
+    infos = {info.name: info for info in graph.input if info.name not in initializers}
+    bindings = witnesses(SYMBOLS)
+    arguments: list[Argument] = []
+    families: dict[str, Family] = {}
+    for port in _in_order(component.inputs, list(infos)):
+        info = _lookup(port, infos, component, "input")
+        if port.role == "constant":
+            array = constant_value(port, info, component.name)
+            families[port.name] = same_everywhere(array, bindings)
+            continue
+        dtype, shape = input_type(port, info, component.name)
+        arguments.append(Argument(port.name, port.role, dtype, shape))
+        families[port.name] = bind_shape(shape, dtype, bindings)
+    declared = {info.name: info for info in graph.output}
+    outputs = [
+        (port.name, port.role)
+        for port in _in_order(component.outputs, list(declared))
+        if _lookup(port, declared, component, "output") and port.role != "unused"
+    ]
+    evaluation = evaluate(graph, families, [name for name, _ in outputs], bindings)
+    builder = FunctionBuilder(component.name, evaluation, constants, names)
+    return builder.build(arguments, outputs)
+
+
+def _in_order(ports: Sequence[Port], file_order: list[str]) -> list[Port]:
+    """Return ports by role; equal roles in the order of the file's interface."""
+    place = {name: at for at, name in enumerate(file_order)}
+    return sorted(ports, key=lambda port: (port.role, place.get(port.name, len(place))))
+
+
+def _lookup(
+    port: Port, infos: dict[str, onnx.ValueInfoProto], component: Component, what: str
+) -> onnx.ValueInfoProto:
+    if port.name not in infos:
+        raise MalformedModelError(
+            f"{component.file} has no {what} {port.name!r}",
+            hint=f"{what}s of the file: {', '.join(sorted(infos)) or 'none'}",
+        )
+    return infos[port.name]

@@ -1,0 +1,189 @@
+"""The ONNX operators the importer knows, as rows of data.
+
+Adding an operator is adding a row: how its results' shapes follow, how it folds when its operands
+are constant, which attributes it has, which operands vanish at import, and how it enters the IR.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+
+from compiler.frontend import fold_rules as f
+from compiler.frontend import shape_rules as s
+from compiler.frontend.values import Array, Node, Runtime, Values
+
+REQUIRED: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxOperator:
+    """One operator.
+
+    Attributes:
+        name: Operator type; `domain::type` outside the default domain.
+        shapes: Result shapes; None = run `fold` on stand-ins.
+        fold: Results when all operands are known; None = never folded.
+        attrs: Attribute names with defaults (`REQUIRED` = none).
+        absorbed: Operands that only say shape or count and vanish at import.
+        of_shape: The results follow from operand shapes alone.
+        build: How it enters the IR: `generic`, `constant` (only folded) or a movement kind.
+    """
+
+    name: str
+    shapes: Callable[[Node, Values], list[Runtime]] | None = None
+    fold: f.Fold | None = None
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    absorbed: frozenset[int] = frozenset()
+    of_shape: bool = False
+    build: str = "generic"
+
+
+def _silu(x: Array) -> Array:
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+def _sigmoid(x: Array) -> Array:
+    return np.asarray(1 / (1 + np.exp(-x)))
+
+
+def _clip(x: Array, *bounds: Array) -> Array:
+    low = bounds[0] if bounds else None
+    high = bounds[1] if len(bounds) > 1 else None
+    return np.clip(x, low, high)
+
+
+def _unary(name: str, function: Callable[..., Any] | None = None) -> OnnxOperator:
+    return OnnxOperator(name, s.same, f.elementwise(function) if function else None)
+
+
+def _binary(name: str, function: Callable[..., Any]) -> OnnxOperator:
+    return OnnxOperator(name, s.broadcast, f.elementwise(function))
+
+
+def _compare(name: str, function: Callable[..., Any]) -> OnnxOperator:
+    return OnnxOperator(name, s.compare, f.comparison(function))
+
+
+def _reduce(name: str, function: Callable[..., Any]) -> OnnxOperator:
+    attrs = {"axes": None, "keepdims": 1, "noop_with_empty_axes": 0}
+    return OnnxOperator(name, s.reduce, f.reduction(function), attrs, frozenset({1}))
+
+
+def _move(
+    name: str,
+    build: str,
+    fold: f.Fold,
+    attrs: Mapping[str, Any] | None = None,
+    absorbed: tuple[int, ...] = (),
+) -> OnnxOperator:
+    return OnnxOperator(
+        name, None, fold, attrs or {}, frozenset(absorbed), of_shape=False, build=build
+    )
+
+
+_NORM: Final = {"axis": -1, "epsilon": 1e-5, "stash_type": 1}
+_CONV: Final = {
+    "auto_pad": "NOTSET",
+    "dilations": None,
+    "group": 1,
+    "kernel_shape": None,
+    "pads": None,
+    "strides": None,
+}
+_CONSTANT: Final = {
+    "value": None,
+    "value_float": None,
+    "value_floats": None,
+    "value_int": None,
+    "value_ints": None,
+}
+
+_ROWS: Final = (
+    _unary("Abs", np.abs),
+    _unary("Ceil", np.ceil),
+    _unary("Cos", np.cos),
+    _unary("Erf"),
+    _unary("Exp", np.exp),
+    _unary("Floor", np.floor),
+    _unary("Log", np.log),
+    _unary("Neg", np.negative),
+    _unary("Not", np.logical_not),
+    _unary("Reciprocal", np.reciprocal),
+    _unary("Relu", lambda x: np.maximum(x, 0)),
+    _unary("Sigmoid", _sigmoid),
+    _unary("Sin", np.sin),
+    _unary("Sqrt", np.sqrt),
+    _unary("Swish", _silu),
+    _unary("Tanh", np.tanh),
+    _binary("Add", np.add),
+    _binary("Div", f.divide),
+    _binary("Max", np.maximum),
+    _binary("Min", np.minimum),
+    _binary("Mul", np.multiply),
+    _binary("Pow", np.power),
+    _binary("Sub", np.subtract),
+    _compare("And", np.logical_and),
+    _compare("Equal", np.equal),
+    _compare("Greater", np.greater),
+    _compare("GreaterOrEqual", np.greater_equal),
+    _compare("Less", np.less),
+    _compare("LessOrEqual", np.less_equal),
+    _compare("Or", np.logical_or),
+    _reduce("ReduceMax", np.max),
+    _reduce("ReduceMean", np.mean),
+    _reduce("ReduceMin", np.min),
+    _reduce("ReduceSum", np.sum),
+    _move("Concat", "concat", f.concat, {"axis": REQUIRED}),
+    _move("Dropout", "identity", f.identity, {"seed": None}, (1, 2)),
+    _move("Expand", "expand", f.expand, absorbed=(1,)),
+    _move("Flatten", "reshape", f.flatten, {"axis": 1}),
+    _move("Identity", "identity", f.identity),
+    _move("Reshape", "reshape", f.reshape, {"allowzero": 0}, (1,)),
+    _move("Slice", "slice", f.slice_, absorbed=(1, 2, 3, 4)),
+    _move("Split", "split", f.split, {"axis": 0, "num_outputs": None}, (1,)),
+    _move("Squeeze", "reshape", f.squeeze, absorbed=(1,)),
+    _move("Transpose", "transpose", f.transpose, {"perm": None}),
+    _move("Unsqueeze", "reshape", f.unsqueeze, absorbed=(1,)),
+    OnnxOperator("ArgMax", s.argmax, None, {"axis": 0, "keepdims": 1, "select_last_index": 0}),
+    OnnxOperator("Cast", s.cast, f.cast, {"to": REQUIRED, "saturate": 1, "round_mode": "up"}),
+    OnnxOperator("Clip", s.same, f.elementwise(_clip)),
+    OnnxOperator("Constant", None, f.constant, _CONSTANT, of_shape=True, build="constant"),
+    OnnxOperator("ConstantOfShape", None, f.constant_of_shape, {"value": None}, build="constant"),
+    OnnxOperator("Conv", s.conv, None, _CONV),
+    OnnxOperator(
+        "DequantizeLinear",
+        s.same,
+        f.dequantize,
+        {"axis": 1, "block_size": 0, "output_dtype": 0},
+    ),
+    OnnxOperator("Gather", s.gather, f.gather, {"axis": 0}, build="gather"),
+    OnnxOperator("GatherElements", s.gather_elements, None, {"axis": 0}),
+    OnnxOperator("GatherND", s.gather_nd, None, {"batch_dims": 0}),
+    OnnxOperator("Gemm", s.gemm, None, {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}),
+    OnnxOperator("LayerNormalization", s.layer_norm, None, _NORM),
+    OnnxOperator("MatMul", s.matmul, f.matmul),
+    OnnxOperator("RMSNormalization", s.same, None, _NORM),
+    OnnxOperator("Range", None, f.arange, {"stash_type": 1}, build="constant"),
+    OnnxOperator("ScatterElements", s.same, None, {"axis": 0, "reduction": "none"}),
+    OnnxOperator(
+        "Shape", None, f.shape, {"start": 0, "end": None}, of_shape=True, build="constant"
+    ),
+    OnnxOperator("Size", None, f.size, of_shape=True, build="constant"),
+    OnnxOperator("Softmax", s.same, None, {"axis": -1}),
+    OnnxOperator("Tile", None, f.tile, absorbed=frozenset({1})),
+    OnnxOperator("TopK", s.topk, None, {"axis": -1, "largest": 1, "sorted": 1}, frozenset({1})),
+    OnnxOperator("Where", s.where, f.where),
+    OnnxOperator("ai.sparsefleet::DynamicPrune", s.dynamic_prune, None, {"k": REQUIRED}),
+    OnnxOperator("ai.sparsefleet::MoEExpert", s.same),
+    OnnxOperator("ai.sparsefleet::MoERouter", s.moe_router, None, {"k": REQUIRED}),
+)
+
+OPERATORS: Final[Mapping[str, OnnxOperator]] = MappingProxyType({row.name: row for row in _ROWS})
+
+
+def supported_operators() -> tuple[str, ...]:
+    """Return the names of all operators the importer knows, sorted."""
+    return tuple(sorted(OPERATORS))

@@ -1,0 +1,245 @@
+"""Strict reading of `pipeline.json`, schema `sparsefleet.pipeline/1`.
+
+Every key is known, every role fits its component, every number is in range; anything else is a
+`MalformedModelError` that says where.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Final
+
+from compiler.contract.canonical import Json, parse_object
+from compiler.contract.errors import ContractError
+from compiler.errors import MalformedModelError
+from compiler.passes.pipeline_spec import (
+    FAMILY_GRAPH,
+    FAMILY_VISION,
+    Component,
+    ImageSpec,
+    PipelineSpec,
+    Port,
+    TokenSpec,
+)
+
+SCHEMA: Final = "sparsefleet.pipeline/1"
+FILE_NAME: Final = "pipeline.json"
+MAX_PIPELINE_BYTES: Final = 4 * 1024 * 1024
+MAX_TOKENS: Final = 4096
+MAX_CONTEXT: Final = 1 << 17
+MAX_IMAGE_SIDE: Final = 4096
+MAX_VOCABULARY: Final = 1 << 20
+DEFAULT_STEP_TOKENS: Final = 64
+
+
+class _Roles:
+    """Roles of one component: allowed for inputs, allowed for outputs, and required ones."""
+
+    def __init__(self, inputs: str, outputs: str, required: str) -> None:
+        self.inputs = frozenset(inputs.split())
+        self.outputs = frozenset(outputs.split())
+        self.required = frozenset(required.split())
+
+
+FAMILIES: Final[Mapping[str, Mapping[str, _Roles]]] = MappingProxyType(
+    {
+        FAMILY_VISION: MappingProxyType(
+            {
+                "vision": _Roles(
+                    "image constant", "embeds positions unused", "image embeds positions"
+                ),
+                "embed": _Roles("token_ids", "embeds unused", "token_ids embeds"),
+                "decoder": _Roles(
+                    "embeds positions causal_mask past_key past_value constant",
+                    "logits present_key present_value routing unused",
+                    "embeds logits past_key past_value present_key present_value",
+                ),
+            }
+        ),
+        FAMILY_GRAPH: MappingProxyType(
+            {"model": _Roles("tensor constant", "tensor unused", "tensor")}
+        ),
+    }
+)
+_REPEATABLE: Final = frozenset(
+    {"constant", "unused", "past_key", "past_value", "present_key", "present_value"}
+)
+
+
+def read_pipeline(directory: Path) -> PipelineSpec:
+    """Read `pipeline.json` of a submission directory.
+
+    Raises:
+        MalformedModelError: The file is missing, is not strict JSON, or breaks the schema.
+    """
+    path = directory / FILE_NAME
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise MalformedModelError(
+            f"{FILE_NAME} cannot be read: {error.strerror}",
+            hint=f"a submission is a directory with {FILE_NAME} and the ONNX files it names",
+        ) from error
+    return parse_pipeline(data)
+
+
+def parse_pipeline(data: bytes) -> PipelineSpec:
+    """Parse the bytes of a `pipeline.json`.
+
+    Raises:
+        MalformedModelError: Not strict JSON, or it breaks the schema.
+    """
+    try:
+        document = parse_object(data, limit_bytes=MAX_PIPELINE_BYTES)
+    except ContractError as error:
+        raise MalformedModelError(f"{FILE_NAME}: {error}") from error
+    top = _Reader(document, FILE_NAME)
+    schema = top.text("schema")
+    if schema != SCHEMA:
+        raise MalformedModelError(f"{FILE_NAME} has schema {schema!r}", hint=f"write {SCHEMA!r}")
+    family = top.text("family")
+    if family not in FAMILIES:
+        raise MalformedModelError(
+            f"unknown family {family!r}", hint=f"families are {', '.join(sorted(FAMILIES))}"
+        )
+    is_vision = family == FAMILY_VISION
+    spec = PipelineSpec(
+        family=family,
+        components=_components(top.table("components"), FAMILIES[family]),
+        max_context=top.integer("max_context", 1, MAX_CONTEXT, None if is_vision else 1),
+        max_step_tokens=top.integer("max_step_tokens", 1, MAX_TOKENS, DEFAULT_STEP_TOKENS),
+        image=_image(top.table("image")) if is_vision else None,
+        tokens=_tokens(top.table("tokens")) if is_vision else None,
+    )
+    top.finish()
+    return spec
+
+
+class _Reader:
+    """One JSON object: typed access, and a check that nothing else stands in it."""
+
+    def __init__(self, value: Json, where: str) -> None:
+        if not isinstance(value, Mapping):
+            raise MalformedModelError(f"{where} must be an object")
+        self.value = value
+        self.where = where
+        self.seen: set[str] = set()
+
+    def get(self, key: str) -> Json:
+        if key not in self.value:
+            raise MalformedModelError(f"{self.where} has no {key!r}")
+        self.seen.add(key)
+        return self.value[key]
+
+    def table(self, key: str) -> "_Reader":
+        return _Reader(self.get(key), f"{self.where}: {key}")
+
+    def text(self, key: str) -> str:
+        value = self.get(key)
+        if not isinstance(value, str) or not value:
+            raise MalformedModelError(f"{self.where}: {key!r} must be a non-empty string")
+        return value
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        if key not in self.value and default is not None:
+            return default
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise MalformedModelError(
+                f"{self.where}: {key!r} must be an integer from {low} to {high}"
+            )
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise MalformedModelError(f"{self.where}: {key!r} must be a number")
+        return float(value)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value = self.get(key)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise MalformedModelError(f"{self.where}: {key!r} must be a list of strings")
+        return tuple(value)
+
+    def finish(self) -> None:
+        unknown = sorted(set(self.value) - self.seen)
+        if unknown:
+            raise MalformedModelError(f"{self.where} has unknown key {unknown[0]!r}")
+
+
+def _components(reader: _Reader, roles: Mapping[str, _Roles]) -> tuple[Component, ...]:
+    components = tuple(_component(name, reader.table(name), roles[name]) for name in roles)
+    reader.finish()
+    return components
+
+
+def _component(name: str, reader: _Reader, roles: _Roles) -> Component:
+    file = reader.text("file")
+    if PurePosixPath(file).name != file or file in {".", ".."} or "\\" in file or "\0" in file:
+        raise MalformedModelError(
+            f"{reader.where}: file {file!r} is not a plain file name",
+            hint="put all files of a submission into one directory",
+        )
+    inputs = _ports(reader.table("inputs"), roles.inputs)
+    outputs = _ports(reader.table("outputs"), roles.outputs)
+    reader.finish()
+    given = {port.role for port in (*inputs, *outputs)}
+    missing = sorted(roles.required - given)
+    if missing:
+        raise MalformedModelError(f"{reader.where} has no input or output of role {missing[0]!r}")
+    return Component(name, file, inputs, outputs)
+
+
+def _ports(reader: _Reader, allowed: frozenset[str]) -> tuple[Port, ...]:
+    ports = []
+    for name in reader.value:
+        entry = reader.table(name)
+        role = entry.text("role")
+        if role not in allowed:
+            raise MalformedModelError(
+                f"{entry.where} has role {role!r}", hint=f"roles here: {', '.join(sorted(allowed))}"
+            )
+        value = entry.number("value") if role == "constant" else None
+        entry.finish()
+        ports.append(Port(name, role, value))
+    single = [port.role for port in ports if port.role not in _REPEATABLE]
+    twice = sorted(role for role in set(single) if single.count(role) > 1)
+    if twice:
+        raise MalformedModelError(f"{reader.where}: role {twice[0]!r} is given twice")
+    return tuple(ports)
+
+
+def _image(reader: _Reader) -> ImageSpec:
+    image = ImageSpec(
+        height=reader.integer("height", 1, MAX_IMAGE_SIDE),
+        width=reader.integer("width", 1, MAX_IMAGE_SIDE),
+        channels=reader.integer("channels", 1, 4),
+        divide=reader.number("divide"),
+        subtract=reader.number("subtract"),
+    )
+    reader.finish()
+    if not image.divide > 0.0:
+        raise MalformedModelError(f"{reader.where}: 'divide' must be positive")
+    return image
+
+
+def _tokens(reader: _Reader) -> TokenSpec:
+    vocabulary = reader.texts("vocabulary")
+    if not 1 <= len(vocabulary) <= MAX_VOCABULARY or len(set(vocabulary)) != len(vocabulary):
+        raise MalformedModelError(f"{reader.where}: 'vocabulary' must be distinct tokens")
+    prompts = reader.table("prompts")
+    tokens = TokenSpec(
+        vocabulary=vocabulary,
+        eos=reader.integer("eos", 0, len(vocabulary) - 1),
+        position_base=reader.integer("position_base", 0, MAX_CONTEXT),
+        prompts=MappingProxyType({name: prompts.texts(name) for name in sorted(prompts.value)}),
+        max_answer_tokens=reader.integer("max_answer_tokens", 1, MAX_CONTEXT),
+    )
+    reader.finish()
+    known = set(vocabulary)
+    for name, prompt in tokens.prompts.items():
+        unknown = [token for token in prompt if token not in known]
+        if unknown:
+            raise MalformedModelError(f"{prompts.where}: {name!r} has unknown token {unknown[0]!r}")
+    return tokens

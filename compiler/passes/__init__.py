@@ -1,0 +1,1 @@
+"""Ordered passes over the IR, from imported ONNX nodes to calls of kernels."""

@@ -1,0 +1,92 @@
+"""What a submission says about itself (`pipeline.json`), as values.
+
+`compiler.frontend.pipeline_json` reads the file; passes only see these classes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FAMILY_VISION = "vision-embed-decoder"
+FAMILY_GRAPH = "graph"
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input or output of a component.
+
+    Attributes:
+        name: The ONNX value's name; used once, to find the value.
+        role: What it means; the only thing passes look at.
+        value: The number fed to an input of role `constant`.
+    """
+
+    name: str
+    role: str
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One ONNX file of the submission."""
+
+    name: str
+    file: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpec:
+    """How pixels (u8, HWC) become the float image: `pixel / divide - subtract`."""
+
+    height: int
+    width: int
+    channels: int
+    divide: float
+    subtract: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpec:
+    """Vocabulary and prompts.
+
+    Attributes:
+        vocabulary: Token text by id.
+        eos: Id that ends an answer.
+        position_base: Position of the first text token.
+        prompts: Token sequences by name.
+        max_answer_tokens: Where an answer is cut off.
+    """
+
+    vocabulary: tuple[str, ...]
+    eos: int
+    position_base: int
+    prompts: Mapping[str, tuple[str, ...]]
+    max_answer_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSpec:
+    """A whole submission.
+
+    Attributes:
+        max_context: Rows of the key-value cache.
+        max_step_tokens: The most token rows of one run (T).
+    """
+
+    family: str
+    components: tuple[Component, ...]
+    max_context: int
+    max_step_tokens: int
+    image: ImageSpec | None = None
+    tokens: TokenSpec | None = None
+
+    def component(self, name: str) -> Component:
+        """Return the component called `name`."""
+        return next(c for c in self.components if c.name == name)
+
+    @property
+    def max_positions(self) -> int:
+        """One more than the highest position a token can have."""
+        base = self.tokens.position_base if self.tokens is not None else 0
+        return base + self.max_context
