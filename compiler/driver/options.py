@@ -1,0 +1,82 @@
+"""What a compilation is asked for, and what it returns."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from compiler.contract.manifest import NAME_PATTERN, ReleaseManifest
+from compiler.contract.planes import Plane
+from compiler.contract.selftest import MIN_VECTORS
+from compiler.errors import CompilerError
+
+STAGES: Final = ("import", "raise", "quantise", "plan", "kernels", "selftest", "manifest")
+Progress = Callable[[str, float], None]
+
+
+def no_progress(stage: str, fraction: float) -> None:
+    """Ignore progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """Everything that `compile_model` may depend on besides the submission.
+
+    Attributes:
+        target: Id of the target, see `compiler.hardware.targets`.
+        model, version, release_seq, security_epoch: Identity of the release, for the manifest.
+        cache_dir: Where stage results are kept between runs; None keeps nothing.
+        base_sections: Sections of an older bundle of the same model (`plan` and those with
+            weights); its W4 grids are kept wherever weights still fit them, so that deltas are
+            small.
+        base_planes: Planes of those sections, as the older manifest gives them; checked against
+            the base plan.
+        selftest_vectors: The fewest vectors of the self-test, at least 16.
+        selftest_timeout_s: How long the native self-test may run.
+        progress: Called with a stage of `STAGES` and the share of the whole work done so far.
+    """
+
+    target: str
+    model: str
+    version: str
+    release_seq: int = 1
+    security_epoch: int = 0
+    cache_dir: Path | None = None
+    base_sections: Mapping[str, bytes] | None = None
+    base_planes: Mapping[str, tuple[Plane, ...]] | None = None
+    selftest_vectors: int = MIN_VECTORS
+    selftest_timeout_s: float = 120.0
+    progress: Progress = field(default=no_progress, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("model", "version"):
+            if NAME_PATTERN.fullmatch(getattr(self, name)) is None:
+                raise CompilerError(
+                    f"{name} {getattr(self, name)!r} cannot be released",
+                    hint=f"a {name} matches {NAME_PATTERN.pattern}",
+                )
+        if self.selftest_vectors < MIN_VECTORS:
+            raise CompilerError(f"a self-test has at least {MIN_VECTORS} vectors")
+        if self.release_seq < 1 or self.security_epoch < 0:
+            raise CompilerError("release_seq starts at 1, security_epoch at 0")
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledBundle:
+    """One model version for one target.
+
+    Attributes:
+        manifest: Ready to be signed.
+        sections: Bytes by component, as the manifest lists them.
+        report: For people and build logs (JSON): seconds per stage, operations, sizes, SQNR per
+            weight, experts, what checked the code, kernel choices, provenance. Not part of the
+            bundle.
+        ir_text: The lowered IR in MLIR text form.
+        c_source: The C that became `kernels`.
+    """
+
+    manifest: ReleaseManifest
+    sections: Mapping[str, bytes]
+    report: Mapping[str, Any]
+    ir_text: str
+    c_source: str

@@ -1,0 +1,100 @@
+"""Cards: the format of calibration and evaluation sets, and what breaks it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from compiler.contract.pipeline import ImageSpec
+from compiler.driver import cards as cards_module
+from compiler.driver.cards import Question, read_cards
+from compiler.errors import MalformedModelError
+
+SPEC = ImageSpec(2, 3, 1)
+IMAGES = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
+QUESTION = {"kind": "k", "prompt": "question", "words": ["what"], "answer": ["a", "b"]}
+DOCUMENT = {
+    "schema": "sparsefleet.cards/1",
+    "images": "evaluation.npz",
+    "cards": [{"image": 1, "questions": [QUESTION]}, {"image": 0, "questions": []}],
+}
+
+
+def _write(directory, document=DOCUMENT, images=IMAGES):
+    (directory / "evaluation.json").write_text(json.dumps(document))
+    np.savez_compressed(directory / "evaluation.npz", images=images)
+    return directory
+
+
+def test_it_reads_pictures_and_questions(tmp_path) -> None:
+    first, second = read_cards(_write(tmp_path), "evaluation", SPEC)
+    assert first.image == bytes(range(6, 12))
+    assert first.questions == (Question("k", "question", ("what",), ("a", "b")),)
+    assert (second.image, second.questions) == (bytes(range(6)), ())
+
+
+def test_it_reads_coloured_pictures(tmp_path) -> None:
+    _write(tmp_path, images=np.zeros((2, 2, 3, 3), np.uint8))
+    assert len(read_cards(tmp_path, "evaluation", ImageSpec(2, 3, 3))[0].image) == 18
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": "sparsefleet.cards/2"},
+        {"images": "../evaluation.npz"},
+        {"cards": {}},
+        {"cards": [{"image": 2, "questions": []}]},
+        {"cards": [{"image": -1, "questions": []}]},
+        {"cards": [{"image": 0}]},
+        {"cards": [{"image": 0, "questions": [QUESTION | {"words": "what"}]}]},
+        {"cards": [{"image": 0, "questions": [QUESTION | {"words": [""]}]}]},
+        {"cards": [{"image": 0, "questions": [QUESTION | {"more": 1}]}]},
+        {"more": 1},
+    ],
+)
+def test_it_refuses_a_broken_document(tmp_path, change) -> None:
+    with pytest.raises(MalformedModelError, match="evaluation set"):
+        read_cards(_write(tmp_path, DOCUMENT | change), "evaluation", SPEC)
+
+
+@pytest.mark.parametrize(
+    "images", [IMAGES.astype(np.float32), IMAGES[:, :1], IMAGES[0], np.array(["x"], dtype=object)]
+)
+def test_it_refuses_pictures_of_another_shape_or_type(tmp_path, images) -> None:
+    with pytest.raises(MalformedModelError):
+        read_cards(_write(tmp_path, images=images), "evaluation", SPEC)
+
+
+def test_it_refuses_missing_and_torn_files(tmp_path) -> None:
+    with pytest.raises(MalformedModelError) as caught:
+        read_cards(tmp_path, "evaluation", SPEC)
+    assert "evaluation.json" in caught.value.hint
+    path = _write(tmp_path) / "evaluation.npz"
+    whole = path.read_bytes()
+    for data in (b"", b"not a zip", whole[:60], whole[: len(whole) // 2]):
+        path.write_bytes(data)
+        with pytest.raises(MalformedModelError):
+            read_cards(tmp_path, "evaluation", SPEC)
+
+
+def test_it_never_takes_altered_bytes_for_pictures(tmp_path) -> None:
+    good = read_cards(_write(tmp_path), "evaluation", SPEC)
+    path = tmp_path / "evaluation.npz"
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(0, len(whole), 3):
+        torn = bytearray(whole)
+        torn[at] ^= 0x55
+        path.write_bytes(torn)
+        try:
+            assert read_cards(tmp_path, "evaluation", SPEC) == good
+        except MalformedModelError:
+            refused += 1
+    assert refused > len(whole) // 6
+
+
+def test_it_refuses_a_bomb_before_unpacking_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cards_module, "MAX_IMAGE_BYTES", 100)
+    with pytest.raises(MalformedModelError, match="unpacks to"):
+        read_cards(_write(tmp_path), "evaluation", SPEC)
