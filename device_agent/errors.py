@@ -106,7 +106,6 @@ class DeadlineError(AgentError):
     """The time for the whole operation is over."""
 
     code: ClassVar[str] = "agent.deadline"
-    ends_as: ClassVar[UpdateState] = UpdateState.TIMED_OUT
 
 
 class ServerError(AgentError):

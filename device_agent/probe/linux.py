@@ -17,8 +17,9 @@ from compiler.contract.fingerprint import (
     Fingerprint,
     ram_bucket_mb,
 )
+from compiler.contract.plan_format import ABI_VERSION
 
-AGENT_PLAN_ABI: Final = 1
+AGENT_PLAN_ABI: Final = ABI_VERSION
 _CPUINFO: Final = Path("proc/cpuinfo")
 _MEMINFO: Final = Path("proc/meminfo")
 _CACHES: Final = Path("sys/devices/system/cpu/cpu0/cache")

@@ -1,0 +1,258 @@
+"""The device protocol, spoken by the device: one method per address of `/d/v1/`.
+
+Enrolment and token requests are signed with the device key; the token is fetched when needed,
+shared by all threads, and fetched anew when it is about to end or was refused.
+"""
+
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Final
+from urllib.parse import urlsplit
+
+from compiler.contract.canonical import Json, canonical_bytes, parse_object
+from compiler.contract.errors import ContractError
+from compiler.contract.fingerprint import Fingerprint
+from compiler.contract.protocol import (
+    MAX_DOCUMENT_BYTES,
+    PATH_ENROL,
+    PATH_POLL,
+    PATH_TELEMETRY,
+    PATH_TOKEN,
+    PollAnswer,
+    UpdateReport,
+    parse_poll_answer,
+    text,
+)
+from device_agent.clock import Clock
+from device_agent.errors import CancelledError, ProtocolError, UnauthorizedError
+from device_agent.http import HttpClient, Response, StreamResponse, require_success
+from device_agent.identity import DeviceKey
+
+RUNNING_HEADER: Final = "Sparsefleet-Running"
+MAX_ROOT_BYTES: Final = 512_000
+TOKEN_EARLY_RATIO: Final = 0.8
+_JSON: Final = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True)
+class EnrolmentRequest:
+    """What a device says about itself."""
+
+    claim: str
+    serial: str
+    name: str
+    model: str
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class EnrolmentAnswer:
+    """What it is told.
+
+    Attributes:
+        device_id: Derived from the key, the same on both sides.
+        state: `pending`, `accepted` ...
+        image_root, director_root: Signed TUF root documents: the roots of trust from now on.
+        tuf_path: Path of the update metadata on the same server.
+        poll_after_s: Seconds.
+    """
+
+    device_id: str
+    state: str
+    image_root: bytes
+    director_root: bytes
+    tuf_path: str
+    poll_after_s: float
+
+
+class DeviceApi:
+    """The server as one device sees it."""
+
+    def __init__(self, http: HttpClient, key: DeviceKey, clock: Clock) -> None:
+        self._http = http
+        self._key = key
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._token = ""
+        self._token_until = 0.0
+        self._etag = ""
+        self._answer: PollAnswer | None = None
+
+    @property
+    def key(self) -> DeviceKey:
+        """Return the identity of this device."""
+        return self._key
+
+    def enrol(self, wanted: EnrolmentRequest) -> EnrolmentAnswer:
+        """Register this device; the same key again gives the same device.
+
+        Raises:
+            RefusedError: The claim is wrong, or the serial belongs to another key.
+            ProtocolError: The answer is malformed.
+        """
+        document: dict[str, Json] = {
+            "claim": wanted.claim,
+            "serial": wanted.serial,
+            "name": wanted.name,
+            "public_key": self._key.public_base64,
+            "model": wanted.model,
+            "fingerprint": wanted.fingerprint.to_json(),
+        }
+        response = require_success(
+            self._signed(PATH_ENROL, document, limit_bytes=4 * MAX_ROOT_BYTES), PATH_ENROL
+        )
+        try:
+            return _enrolment(parse_object(response.body), self._key.device_id)
+        except ContractError as error:
+            raise ProtocolError(f"{PATH_ENROL}: {error}") from error
+
+    def poll(self, running_sha256: str) -> PollAnswer:
+        """Ask what to do.
+
+        Args:
+            running_sha256: Manifest of the running bundle, empty for none.
+
+        Raises:
+            ProtocolError: The answer is malformed.
+        """
+        headers = {RUNNING_HEADER: running_sha256}
+        if self._answer is not None and self._etag:
+            headers["If-None-Match"] = self._etag
+        response = self._authorized("GET", PATH_POLL, headers)
+        if response.status == HTTPStatus.NOT_MODIFIED and self._answer is not None:
+            return self._answer
+        require_success(response, PATH_POLL)
+        try:
+            self._answer = parse_poll_answer(response.body)
+        except ContractError as error:
+            raise ProtocolError(f"{PATH_POLL}: {error}") from error
+        self._etag = response.headers.get("ETag", "")
+        return self._answer
+
+    def assignment(self, update_id: int, nonce: str) -> bytes:
+        """Return the director's assignment for an update, unverified.
+
+        Raises:
+            CancelledError: The update may no longer proceed.
+        """
+        path = f"/d/v1/updates/{update_id}/assignment?nonce={nonce}"
+        response = self._authorized("GET", path, {})
+        return require_success(response, path.partition("?")[0], gone=CancelledError).body
+
+    def report(self, report: UpdateReport) -> None:
+        """Tell the server where an update stands.
+
+        Raises:
+            RefusedError: The server does not want this report; sending it again is pointless.
+        """
+        path = f"/d/v1/updates/{report.update_id}/report"
+        require_success(self._authorized("POST", path, _JSON, report.to_bytes()), path)
+
+    def telemetry(self, batch: bytes) -> None:
+        """Upload one batch; sending it twice is harmless.
+
+        Raises:
+            RefusedError: The server does not want this batch.
+        """
+        require_success(self._authorized("POST", PATH_TELEMETRY, _JSON, batch), PATH_TELEMETRY)
+
+    @contextmanager
+    def blob(
+        self, sha256: str, update_id: int, *, offset: int, limit_bytes: int, deadline_s: float
+    ) -> Generator[StreamResponse, None, None]:
+        """Open the bytes of a section or delta from `offset` on.
+
+        Raises:
+            CancelledError: The update may no longer proceed.
+            RefusedError: There is no such blob for this update.
+        """
+        path = f"/d/v1/blobs/{sha256}?update={update_id}"
+        headers = {"Authorization": f"Bearer {self._session_token()}"}
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+            headers["If-Range"] = f'"{sha256}"'
+        try:
+            with self._http.stream(
+                path, headers=headers, limit_bytes=limit_bytes, deadline_s=deadline_s
+            ) as answer:
+                yield answer
+        except UnauthorizedError:
+            self._forget_token()
+            raise
+
+    def _authorized(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None
+    ) -> Response:
+        response = self._with_token(method, path, headers, body)
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            self._forget_token()
+            response = self._with_token(method, path, headers, body)
+        return response
+
+    def _with_token(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes | None
+    ) -> Response:
+        token = {"Authorization": f"Bearer {self._session_token()}"}
+        request = self._http.build(method, path, headers={**headers, **token}, body=body)
+        return self._http.send(request, limit_bytes=MAX_DOCUMENT_BYTES)
+
+    def _session_token(self) -> str:
+        with self._lock:
+            if not self._token or self._clock.monotonic() >= self._token_until:
+                self._token, life_s = self._exchange()
+                self._token_until = self._clock.monotonic() + life_s * TOKEN_EARLY_RATIO
+            return self._token
+
+    def _forget_token(self) -> None:
+        with self._lock:
+            self._token = ""
+
+    def _exchange(self) -> tuple[str, float]:
+        body: dict[str, Json] = {"device_id": self._key.device_id}
+        response = self._signed(PATH_TOKEN, body, limit_bytes=MAX_DOCUMENT_BYTES)
+        require_success(response, PATH_TOKEN)
+        try:
+            document = parse_object(response.body)
+            return text(document, "token"), _seconds(document, "expires_in_s")
+        except ContractError as error:
+            raise ProtocolError(f"{PATH_TOKEN}: {error}") from error
+
+    def _signed(self, path: str, document: Json, *, limit_bytes: int) -> Response:
+        body = canonical_bytes(document)
+        request = self._http.build("POST", path, headers=_JSON, body=body)
+        self._key.sign(request, body, self._clock)
+        return self._http.send(request, limit_bytes=limit_bytes)
+
+
+def _enrolment(document: Mapping[str, Json], device_id: str) -> EnrolmentAnswer:
+    if text(document, "device_id") != device_id:
+        raise ContractError("the server derived another device id from the key")
+    path = urlsplit(text(document, "tuf_url")).path
+    return EnrolmentAnswer(
+        device_id=device_id,
+        state=text(document, "state"),
+        image_root=_root(document, "image_root"),
+        director_root=_root(document, "director_root"),
+        tuf_path=path if path.endswith("/") else f"{path}/",
+        poll_after_s=_seconds(document, "poll_after_s"),
+    )
+
+
+def _root(document: Mapping[str, Json], name: str) -> bytes:
+    """Return a TUF root as bytes; TUF signs a canonical form, so text and object are equal."""
+    value = document.get(name)
+    if isinstance(value, str):
+        return value.encode("utf-8")
+    if isinstance(value, Mapping):
+        return canonical_bytes(value)
+    raise ContractError(f"{name} must be a TUF root document")
+
+
+def _seconds(document: Mapping[str, Json], name: str) -> float:
+    value = document.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
+        raise ContractError(f"{name} must be a number of seconds")
+    return float(value)
