@@ -1,12 +1,12 @@
 """The management API under `/api/v1/`, for CI and for people's programs."""
 
-from ninja import NinjaAPI
+from builds.apis.api import api
+from builds.apis.blobs import router as blobs_router
+from builds.apis.builds import router as builds_router
+from builds.apis.versions import router as versions_router
 
-from builds.common.auth import BrowserAuth, TokenAuth
+api.add_router("", blobs_router, tags=["blobs"])
+api.add_router("", versions_router, tags=["models"])
+api.add_router("", builds_router, tags=["builds"])
 
-api = NinjaAPI(
-    title="Sparsefleet management API",
-    version="1",
-    urls_namespace="management",
-    auth=[TokenAuth(), BrowserAuth()],
-)
+__all__ = ["api"]

@@ -8,6 +8,7 @@ ignored: the tick finds the row.
 import logging
 from enum import StrEnum
 
+from celery import Task as CeleryTask
 from celery import current_app
 from django.db import transaction
 from kombu.exceptions import OperationalError
@@ -27,7 +28,7 @@ class Task(StrEnum):
 
 def enqueue(task: Task, **ids: int) -> None:
     """Send `task` with row ids once the surrounding transaction has committed."""
-    signature = current_app.tasks[task.value]
+    signature = _registered(task)
 
     def send() -> None:
         try:
@@ -38,3 +39,10 @@ def enqueue(task: Task, **ids: int) -> None:
             )
 
     transaction.on_commit(send)
+
+
+def _registered(task: Task) -> CeleryTask:
+    if task.value not in current_app.tasks:  # a web process has not imported any task module yet
+        current_app.loader.import_default_modules()
+    found: CeleryTask = current_app.tasks[task.value]
+    return found

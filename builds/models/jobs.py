@@ -8,11 +8,15 @@ from builds.states import BuildState, DeltaState
 
 
 class LeasedModel(models.Model):
-    """A row of work: whoever holds the lease works on it, and an expired lease frees it."""
+    """A row of work: whoever holds the lease works on it, and an expired lease frees it.
+
+    `not_before` holds the wait after a failure of ours; `rung_at` is when the queue was last told.
+    """
 
     lease_owner = models.CharField(max_length=128, blank=True)
     lease_until = models.DateTimeField(null=True, blank=True)
     not_before = models.DateTimeField(null=True, blank=True)
+    rung_at = models.DateTimeField(null=True, blank=True)
     attempt = models.PositiveIntegerField(default=0)
     error_code = models.CharField(max_length=64, blank=True)
     error_message = models.TextField(blank=True)

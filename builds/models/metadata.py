@@ -4,9 +4,13 @@ from django.db import models
 
 
 class Repository(models.Model):
-    """One TUF repository (`image` or `director`); the row is the publisher's lock."""
+    """One TUF repository (`image` or `director`); the row is the publisher's lock.
+
+    `refresh_at` is when the first of its files has to be signed again, well before it expires.
+    """
 
     name = models.CharField(max_length=16, unique=True)
+    refresh_at = models.DateTimeField(null=True, blank=True)
     updated_at = models.DateTimeField(auto_now=True)
 
     def __str__(self) -> str:

@@ -39,7 +39,6 @@ class ModelVersion(models.Model):
     """One immutable submission by CI.
 
     `files` is a list of `{"name", "sha256", "size_bytes"}`; `claim` is what CI says about quality.
-    The lease columns serve the validation of the version, which comes before its build jobs.
     """
 
     model = models.ForeignKey(Model, on_delete=models.PROTECT, related_name="versions")
@@ -57,10 +56,6 @@ class ModelVersion(models.Model):
     error_code = models.CharField(max_length=64, blank=True)
     error_message = models.TextField(blank=True)
     error_hint = models.TextField(blank=True)
-    lease_owner = models.CharField(max_length=128, blank=True)
-    lease_until = models.DateTimeField(null=True, blank=True)
-    attempt = models.PositiveIntegerField(default=0)
-    not_before = models.DateTimeField(null=True, blank=True)
     submitted_by = models.CharField(max_length=128)
     created_at = models.DateTimeField(auto_now_add=True)
 

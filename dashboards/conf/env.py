@@ -60,6 +60,27 @@ class Environment(BaseSettings):
     build_lease_s: float = Field(
         120.0, gt=0, description="A build whose worker is silent this long is retried, seconds."
     )
+    build_attempts: int = Field(
+        3, ge=1, description="Runs of a build that fails through our fault before it is given up."
+    )
+    build_backoff_s: float = Field(
+        5.0, ge=0, description="Wait after the first failed run, seconds; later waits are longer."
+    )
+    build_time_limit_s: float = Field(
+        1_800.0, gt=0, description="A compiler that runs longer is stopped, seconds."
+    )
+    compile_command: str = Field(
+        "", description="Command of the compiler; this interpreter with `-m compiler` when empty."
+    )
+    doorbell_patience_s: float = Field(
+        15.0, gt=0, description="After this long without a taker the queue is told again, seconds."
+    )
+    delta_max_ratio: float = Field(
+        0.4, gt=0, le=1, description="A delta above this share of the full download is not offered."
+    )
+    metadata_bin_bits: int = Field(
+        4, ge=1, le=14, description="Release manifests are spread over 2^bits metadata files."
+    )
     session_token_s: int = Field(
         3_600, gt=0, description="Life of a device's session token, seconds."
     )

@@ -1,0 +1,138 @@
+"""The cheap look at a submission in the request itself: names, sizes, and `pipeline.json`.
+
+The compiler looks at the ONNX files later, in a worker. Pure.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from builds.common.errors import InvalidInputError
+from builds.errors import PipelineInvalidError
+from compiler.contract.canonical import Json, parse_object, require_sha256
+from compiler.contract.errors import ContractError
+from compiler.contract.manifest import NAME_PATTERN
+
+PIPELINE_FILE: Final = "pipeline.json"
+PIPELINE_SCHEMA: Final = "sparsefleet.pipeline/1"
+FAMILIES: Final = frozenset({"vision-embed-decoder", "graph"})
+MAX_PIPELINE_BYTES: Final = 4 << 20
+MAX_FILES: Final = 256
+MAX_NOTES: Final = 20_000
+MAX_EPOCH: Final = 1 << 31
+FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """One file of a submission; its bytes were uploaded before."""
+
+    name: str
+    sha256: str
+    size_bytes: int
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the JSON form."""
+        return {"name": self.name, "sha256": self.sha256, "size_bytes": self.size_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What CI says a version is."""
+
+    version: str
+    files: tuple[FileRef, ...]
+    base_version: str | None = None
+    claim: Mapping[str, Json] | None = None
+    notes: str = ""
+    security_epoch: int = 0
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the JSON form, files in order of their names; its digest tells repeats apart."""
+        return {
+            "version": self.version,
+            "files": [item.to_json() for item in sorted(self.files, key=lambda item: item.name)],
+            "base_version": self.base_version,
+            "claim": dict(self.claim or {}),
+            "notes": self.notes,
+            "security_epoch": self.security_epoch,
+        }
+
+
+def require_name(value: str, what: str) -> str:
+    """Return `value` if it may name a model or a version (it becomes part of a target path).
+
+    Raises:
+        InvalidInputError: It may not.
+    """
+    if NAME_PATTERN.fullmatch(value) is None:
+        raise InvalidInputError(f"{what} must match {NAME_PATTERN.pattern}")
+    return value
+
+
+def require_submission(submission: Submission) -> FileRef:
+    """Check names, digests and counts; return the reference of `pipeline.json`.
+
+    Raises:
+        InvalidInputError: Something is out of bounds; the message says what.
+        PipelineInvalidError: There is no `pipeline.json`.
+    """
+    require_name(submission.version, "version")
+    if len(submission.notes) > MAX_NOTES:
+        raise InvalidInputError(f"notes are longer than {MAX_NOTES} characters")
+    if not 0 <= submission.security_epoch < MAX_EPOCH:
+        raise InvalidInputError(f"security_epoch must be in 0..{MAX_EPOCH - 1}")
+    if not 1 <= len(submission.files) <= MAX_FILES:
+        raise InvalidInputError(f"a submission has 1 to {MAX_FILES} files")
+    by_name = {item.name: _checked(item) for item in submission.files}
+    if len(by_name) != len(submission.files):
+        raise InvalidInputError("two files have the same name")
+    try:
+        pipeline = by_name[PIPELINE_FILE]
+    except KeyError:
+        raise PipelineInvalidError(f"the submission has no {PIPELINE_FILE}") from None
+    if pipeline.size_bytes > MAX_PIPELINE_BYTES:
+        raise PipelineInvalidError(f"{PIPELINE_FILE} is larger than {MAX_PIPELINE_BYTES} bytes")
+    return pipeline
+
+
+def require_pipeline(data: bytes, file_names: Sequence[str]) -> None:
+    """Check that `pipeline.json` is one and that the files it names are there.
+
+    Raises:
+        PipelineInvalidError: It is not; the message says why.
+    """
+    try:
+        document = parse_object(data, limit_bytes=MAX_PIPELINE_BYTES)
+    except ContractError as error:
+        raise PipelineInvalidError(f"{PIPELINE_FILE}: {error}") from error
+    if document.get("schema") != PIPELINE_SCHEMA:
+        raise PipelineInvalidError(f"{PIPELINE_FILE}: schema must be {PIPELINE_SCHEMA!r}")
+    if document.get("family") not in FAMILIES:
+        raise PipelineInvalidError(
+            f"{PIPELINE_FILE}: unknown family {document.get('family')!r}",
+            hint="supported: " + ", ".join(sorted(FAMILIES)),
+        )
+    components = document.get("components")
+    if not isinstance(components, dict) or not components:
+        raise PipelineInvalidError(f"{PIPELINE_FILE}: components must be a non-empty object")
+    for name, component in components.items():
+        file = component.get("file") if isinstance(component, dict) else None
+        if file not in file_names:
+            raise PipelineInvalidError(
+                f"{PIPELINE_FILE}: component {name!r} names the file {file!r}",
+                hint="files of this submission: " + ", ".join(sorted(file_names)),
+            )
+
+
+def _checked(item: FileRef) -> FileRef:
+    if FILE_NAME.fullmatch(item.name) is None:
+        raise InvalidInputError(f"file name {item.name!r} must match {FILE_NAME.pattern}")
+    try:
+        require_sha256(item.sha256, f"sha256 of {item.name}")
+    except ContractError as error:
+        raise InvalidInputError(str(error)) from error
+    if item.size_bytes < 0:
+        raise InvalidInputError(f"size of {item.name} is negative")
+    return item

@@ -1,0 +1,298 @@
+"""Blobs and versions over the management API: repeats, twins, bad input, roles."""
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+from django.test import Client
+
+from builds.common.auth import token_create
+from builds.common.roles import Role
+from builds.models import AuditEvent, Blob, BuildJob, ModelVersion
+from builds.states import VersionState
+from builds.storage import blob_store
+from tests.factories.builds import PIPELINE, make_model, make_target, make_version
+
+pytestmark = pytest.mark.django_db
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def stored(data: bytes) -> bytes:
+    with blob_store().open(sha(data)) as file:
+        return file.read()
+
+
+class Api:
+    """A CI client with a token of one role."""
+
+    def __init__(self, role: Role | None) -> None:
+        self.client = Client()
+        self.headers: dict[str, str] = {}
+        if role is not None:
+            _, text = token_create(name="t", role=role)
+            self.headers = {"authorization": f"Bearer {text}"}
+
+    def put(self, address: str, data: bytes, **headers: str) -> Any:
+        return self.client.put(
+            f"/api/v1/blobs/{address}",
+            data,
+            content_type="application/octet-stream",
+            headers={**self.headers, **headers},
+        )
+
+    def post(self, path: str, body: object, **headers: str) -> Any:
+        return self.client.post(
+            f"/api/v1{path}",
+            json.dumps(body),
+            content_type="application/json",
+            headers={**self.headers, **headers},
+        )
+
+    def get(self, path: str) -> Any:
+        return self.client.get(f"/api/v1{path}", headers=self.headers)
+
+    def upload(self, **files: bytes) -> list[dict[str, object]]:
+        rows: list[dict[str, object]] = []
+        for name, data in files.items():
+            assert self.put(sha(data), data).status_code in (200, 201)
+            real = name.replace("__", ".")
+            rows.append({"name": real, "sha256": sha(data), "size_bytes": len(data)})
+        return rows
+
+
+@pytest.fixture
+def ci() -> Api:
+    return Api(Role.DEVELOPER)
+
+
+@pytest.fixture
+def submission(ci: Api) -> dict[str, object]:
+    make_model("doc-reader")
+    files = ci.upload(pipeline__json=json.dumps(PIPELINE).encode(), model__onnx=b"weights")
+    return {"version": "1.0.0", "files": files, "claim": {"accuracy": 0.9}, "notes": "first"}
+
+
+def test_it_stores_an_upload_once(ci: Api) -> None:
+    data = b"x" * 3_000_000
+    assert ci.put(sha(data), data).status_code == 201
+    again = ci.put(sha(data), data)
+    assert again.status_code == 200
+    assert again.json()["size_bytes"] == len(data)
+    assert stored(data) == data
+    assert Blob.objects.count() == 1
+
+
+def test_it_refuses_bytes_with_another_digest(ci: Api) -> None:
+    answer = ci.put(sha(b"right"), b"wrong")
+    assert answer.status_code == 422
+    assert answer["Content-Type"] == "application/problem+json"
+    assert answer.json()["code"] == "blob.digest_mismatch"
+    assert not blob_store().has(sha(b"right"))
+    assert Blob.objects.count() == 0
+
+
+def test_it_refuses_wrong_bytes_for_a_blob_that_exists(ci: Api) -> None:
+    ci.put(sha(b"right"), b"right")
+    assert ci.put(sha(b"right"), b"wrong").status_code == 422
+    assert stored(b"right") == b"right"
+
+
+@pytest.mark.parametrize("address", ["abc", "A" * 64, "..%2f..%2fetc"])
+def test_it_refuses_an_address_that_is_no_digest(ci: Api, address: str) -> None:
+    assert ci.put(address, b"x").status_code in (400, 404)
+
+
+def test_it_refuses_uploads_above_the_limit(ci: Api, settings: Any) -> None:
+    limit = settings.SPARSEFLEET.max_upload_bytes
+    settings.SPARSEFLEET.max_upload_bytes = 10
+    try:
+        answer = ci.put(sha(b"x" * 11), b"x" * 11)
+    finally:
+        settings.SPARSEFLEET.max_upload_bytes = limit
+    assert answer.status_code == 413
+    assert answer.json()["code"] == "blob.too_large"
+
+
+def test_it_answers_head_and_get_for_a_blob(ci: Api) -> None:
+    ci.put(sha(b"abc"), b"abc")
+    head = ci.client.head(f"/api/v1/blobs/{sha(b'abc')}", headers=ci.headers)
+    assert (head.status_code, head["Content-Length"], head.content) == (200, "3", b"")
+    got = ci.get(f"/blobs/{sha(b'abc')}")
+    assert b"".join(got.streaming_content) == b"abc"
+    assert ci.get(f"/blobs/{sha(b'other')}").status_code == 404
+
+
+def test_it_takes_a_version_in_and_queues_a_build_per_active_target(
+    ci: Api, submission: dict[str, object]
+) -> None:
+    make_target("x86-64-v3")
+    make_target("x86-64-v1")
+    answer = ci.post("/models/doc-reader/versions", submission)
+    assert answer.status_code == 201
+    body = answer.json()
+    assert (body["state"], body["release_seq"], body["error"]) == ("submitted", 1, None)
+    assert len(body["builds"]) == 2
+    assert AuditEvent.objects.filter(action="version.submit").count() == 1
+
+
+def test_it_returns_the_same_version_for_a_repeated_submission(
+    ci: Api, submission: dict[str, object]
+) -> None:
+    make_target()
+    first = ci.post("/models/doc-reader/versions", submission)
+    reordered = {**submission, "files": list(reversed(submission["files"]))}  # type: ignore[arg-type]
+    second = ci.post("/models/doc-reader/versions", reordered)
+    assert (first.status_code, second.status_code) == (201, 200)
+    assert first.json() == second.json()
+    assert (ModelVersion.objects.count(), BuildJob.objects.count()) == (1, 1)
+
+
+def test_it_refuses_other_content_for_a_version_that_exists(
+    ci: Api, submission: dict[str, object]
+) -> None:
+    ci.post("/models/doc-reader/versions", submission)
+    answer = ci.post("/models/doc-reader/versions", {**submission, "notes": "second"})
+    assert (answer.status_code, answer.json()["code"]) == (409, "version.exists")
+
+
+def test_it_answers_an_idempotency_key_from_memory(ci: Api, submission: dict[str, object]) -> None:
+    first = ci.post("/models/doc-reader/versions", submission, **{"Idempotency-Key": "k1"})
+    second = ci.post("/models/doc-reader/versions", submission, **{"Idempotency-Key": "k1"})
+    assert (first.status_code, second.status_code) == (201, 201)
+    assert first.content == second.content
+    assert second["Idempotent-Replayed"] == "true"
+    other = ci.post(
+        "/models/doc-reader/versions",
+        {**submission, "version": "2.0.0"},
+        **{"Idempotency-Key": "k1"},
+    )
+    assert (other.status_code, other.json()["code"]) == (422, "app.idempotency_mismatch")
+    assert ModelVersion.objects.count() == 1
+
+
+def test_it_forgets_the_key_of_a_request_that_failed(
+    ci: Api, submission: dict[str, object]
+) -> None:
+    bad = {**submission, "base_version": "0.1"}
+    assert (
+        ci.post("/models/doc-reader/versions", bad, **{"Idempotency-Key": "k2"}).status_code == 404
+    )
+    good = ci.post("/models/doc-reader/versions", submission, **{"Idempotency-Key": "k2"})
+    assert good.status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"version": "../1"}, "app.invalid_input"),
+        ({"files": []}, "app.invalid_input"),
+        (
+            {"files": [{"name": "pipeline.json", "sha256": "0" * 64, "size_bytes": 1}]},
+            "version.blob_missing",
+        ),
+        (
+            {"files": [{"name": "model.onnx", "sha256": "0" * 64, "size_bytes": 1}]},
+            "version.pipeline_invalid",
+        ),
+        (
+            {"files": [{"name": "../pipeline.json", "sha256": "0" * 64, "size_bytes": 1}]},
+            "app.invalid_input",
+        ),
+        (
+            {"files": [{"name": "pipeline.json", "sha256": "z" * 64, "size_bytes": 1}]},
+            "app.invalid_input",
+        ),
+        ({"security_epoch": -1}, "app.invalid_input"),
+        ({"claim": 3}, "app.invalid_input"),
+    ],
+)
+def test_it_refuses_a_bad_submission(
+    ci: Api, submission: dict[str, object], change: dict[str, object], code: str
+) -> None:
+    answer = ci.post("/models/doc-reader/versions", {**submission, **change})
+    assert (answer.status_code, answer.json()["code"]) == (422, code)
+    assert ModelVersion.objects.count() == 0
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        b"not json",
+        b"[]",
+        b'{"schema": "other"}',
+        b'{"schema": "sparsefleet.pipeline/1", "family": "unheard-of"}',
+        b'{"schema": "sparsefleet.pipeline/1", "family": "graph", "components": {}}',
+        json.dumps({**PIPELINE, "components": {"model": {"file": "absent.onnx"}}}).encode(),
+    ],
+)
+def test_it_refuses_a_bad_pipeline_description(
+    ci: Api, submission: dict[str, object], pipeline: bytes
+) -> None:
+    files = ci.upload(pipeline__json=pipeline, model__onnx=b"weights")
+    answer = ci.post("/models/doc-reader/versions", {**submission, "files": files})
+    assert (answer.status_code, answer.json()["code"]) == (422, "version.pipeline_invalid")
+
+
+def test_it_refuses_a_size_that_differs_from_the_upload(
+    ci: Api, submission: dict[str, object]
+) -> None:
+    files = [dict(item, size_bytes=1) for item in submission["files"]]  # type: ignore[attr-defined]
+    answer = ci.post("/models/doc-reader/versions", {**submission, "files": files})
+    assert (answer.status_code, answer.json()["code"]) == (422, "version.blob_missing")
+
+
+@pytest.mark.parametrize(
+    ("role", "status"), [(None, 401), (Role.VIEWER, 403), (Role.APPROVER, 403)]
+)
+def test_it_lets_only_developers_submit(role: Role | None, status: int) -> None:
+    api = Api(role)
+    assert api.put(sha(b"x"), b"x").status_code == status
+    answer = api.post("/models", {"name": "m"})
+    assert answer.status_code == status
+    assert answer["Content-Type"] == "application/problem+json"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "sf_1", "sf_1_", "sf_x_y", "xx_1_y", f"sf_{'9' * 30}_y", "sf_999_y"]
+)
+def test_it_refuses_malformed_tokens(text: str) -> None:
+    answer = Client().get("/api/v1/models", headers={"authorization": f"Bearer {text}"})
+    assert (answer.status_code, answer.json()["code"]) == (401, "app.unauthenticated")
+
+
+def test_it_pages_through_versions_newest_first(ci: Api) -> None:
+    model = make_model("paged")
+    for _ in range(5):
+        make_version(model)
+    first = ci.get("/models/paged/versions?limit=2").json()
+    second = ci.get(f"/models/paged/versions?limit=2&cursor={first['next']}").json()
+    third = ci.get(f"/models/paged/versions?limit=2&cursor={second['next']}").json()
+    seen = [row["release_seq"] for page in (first, second, third) for row in page["items"]]
+    assert seen == [5, 4, 3, 2, 1]
+    assert third["next"] is None
+    assert ci.get("/models/paged/versions?cursor=x").status_code == 422
+    assert ci.get("/models/paged/versions?limit=0").status_code == 422
+
+
+def test_it_shows_why_a_version_is_invalid(ci: Api) -> None:
+    version = make_version(make_model("broken"), state=VersionState.INVALID)
+    ModelVersion.objects.filter(pk=version.pk).update(
+        error_code="build.user.unsupported_op", error_message="node a: Foo", error_hint="use Bar"
+    )
+    body = ci.get(f"/models/broken/versions/{version.version}").json()
+    assert body["error"] == {
+        "code": "build.user.unsupported_op",
+        "message": "node a: Foo",
+        "hint": "use Bar",
+    }
+
+
+def test_it_makes_a_model_once(ci: Api) -> None:
+    assert ci.post("/models", {"name": "m", "title": "M"}).status_code == 201
+    assert ci.post("/models", {"name": "m", "title": "M"}).status_code == 200
+    assert ci.post("/models", {"name": "m", "title": "Other"}).status_code == 409
+    assert ci.post("/models", {"name": "Bad Name"}).status_code == 422
