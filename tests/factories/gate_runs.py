@@ -17,7 +17,7 @@ class Run:
     devices: tuple[int, int] = (3, 12)
     answers_per_s: float = 3.0
     failure_rates: tuple[float, float] = (0.0005, 0.0005)
-    slow_rates: tuple[float, float] = (0.05, 0.05)
+    slow_rates: tuple[float, float] = (0.1, 0.1)
     burst: float = 1.0  # variance of the latency noise, drawn anew for each arm and look
     looks: int = 90
     stop_at_pass: bool = True
