@@ -29,6 +29,7 @@ from compiler.contract.delta_types import (
     MAX_PAYLOAD_SLACK_BYTES,
     MAX_PIECE_BYTES,
     MAX_PIECE_SOURCE_BYTES,
+    MAX_PLANES,
     MAX_RECORDS,
     MAX_SECTIONS,
     MAX_TABLE_BYTES,
@@ -67,6 +68,7 @@ __all__ = [
     "MAX_PAYLOAD_SLACK_BYTES",
     "MAX_PIECE_BYTES",
     "MAX_PIECE_SOURCE_BYTES",
+    "MAX_PLANES",
     "MAX_RECORDS",
     "MAX_SECTIONS",
     "MAX_TABLE_BYTES",
@@ -262,11 +264,13 @@ def _parse_record(data: bytes) -> DeltaRecord:
 
 def _parse_layouts(cursor: "_Cursor", count: int) -> list[tuple[Plane, ...]]:
     layouts: list[tuple[Plane, ...]] = []
+    total = 0
     for _ in range(count):
         (planes,) = cursor.unpack(_COUNT)
+        total += planes
         if planes == 0 or planes * _PLANE.size > cursor.left:
             raise DeltaFormatError("a layout has no planes, or more than the table holds")
-        _require_limit("planes", planes, MAX_EXTENTS)
+        _require_limit("planes", total, MAX_PLANES)
         layouts.append(_parse_planes(cursor, planes))
     if len(set(layouts)) != count:
         raise DeltaFormatError("the same layout twice")

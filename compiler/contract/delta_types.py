@@ -12,7 +12,8 @@ from compiler.contract.planes import PLANE_KINDS, Plane
 MAX_DELTA_BYTES: Final = 1 << 34
 MAX_TABLE_BYTES: Final = 16 * 1024 * 1024
 MAX_SECTIONS: Final = 65_536
-MAX_EXTENTS: Final = 1 << 18
+MAX_PLANES: Final = 1 << 16  # in all layouts of a file
+MAX_EXTENTS: Final = 1 << 18  # planes of all sections
 MAX_RECORDS: Final = 1 << 20
 MAX_CHUNK_BYTES: Final = 512 * 1024
 MAX_PIECE_BYTES: Final = 4 * 1024 * 1024

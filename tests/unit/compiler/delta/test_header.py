@@ -11,6 +11,7 @@ from compiler.contract.delta import (
     MAX_DELTA_BYTES,
     MAX_EXTENTS,
     MAX_PIECE_BYTES,
+    MAX_PLANES,
     MAX_RECORDS,
     MAX_SECTIONS,
     MAX_TABLE_BYTES,
@@ -178,6 +179,15 @@ def test_it_refuses_sections_and_extents_above_the_limit():
     assert planes * len(names) > MAX_EXTENTS
     with pytest.raises(DeltaLimitError):
         _parse(_table(table, sections=len(names), layouts=1, packed=True))
+
+
+def test_it_refuses_planes_above_the_limit_over_all_layouts():
+    half = MAX_PLANES // 2 + 1
+    table = _layout(*[(3, 1)] * half) + _layout(*[(3, 1)] * (half + 1))
+    table += _section(lengths=(half, half), layout=1)
+    table += _section(b"selftest", lengths=(half + 1, half + 1), layout=2)
+    with pytest.raises(DeltaLimitError, match="planes"):
+        _parse(_table(table, sections=2, layouts=2, packed=True))
 
 
 def test_it_stops_inflating_a_table_at_the_declared_length():
