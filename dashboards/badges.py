@@ -33,39 +33,58 @@ def _rows(tone: str, *words: str) -> dict[str, str]:
     return dict.fromkeys(words, tone)
 
 
-# fmt: off
-TONES: Final[Mapping[str, str]] = MappingProxyType({
-    **_rows(IDLE, "queued", "pending", "draft", "submitted", "skipped", "superseded", "removed", "retired",
-            "cancelled", "no_data", "inactive", "control", "none", "never"),
-    **_rows(LIVE, "leased", "compiling", "verifying", "signing", "building", "running", "soaking", "offered",
-            "downloading", "downloaded", "applying", "staged", "activating", "probation", "awaiting_consent",
-            "treatment", "inconclusive"),
-    **_rows(GOOD, "ready", "validated", "passed", "succeeded", "accepted", "active", "pass", "online", "device",
-            "host", "intact"),
-    **_rows(WARN, "paused", "held", "too_large", "awaiting_approval", "stopped", "timed_out", "rolling_back",
-            "qemu", "simulator", "assembled", "structural", "silent", "hold"),
-    **_rows(BAD, "failed", "failed_user", "failed_app", "invalid", "rejected", "rolled_back", "fail", "error",
-            "unverified", "broken", "offline"),
-})
+TONES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        **_rows(
+            IDLE,
+            *("queued", "pending", "draft", "submitted", "skipped", "superseded", "removed"),
+            *("retired", "cancelled", "no_data", "inactive", "control", "none", "never"),
+        ),
+        **_rows(
+            LIVE,
+            *("leased", "compiling", "verifying", "signing", "building", "running", "soaking"),
+            *("offered", "downloading", "downloaded", "applying", "staged", "activating"),
+            *("probation", "awaiting_consent", "treatment", "inconclusive"),
+        ),
+        **_rows(
+            GOOD,
+            *("ready", "validated", "passed", "succeeded", "accepted", "active", "pass"),
+            *("online", "device", "host", "intact"),
+        ),
+        **_rows(
+            WARN,
+            *("paused", "held", "too_large", "awaiting_approval", "stopped", "timed_out"),
+            *("rolling_back", "qemu", "simulator", "assembled", "structural", "silent", "hold"),
+        ),
+        **_rows(
+            BAD,
+            *("failed", "failed_user", "failed_app", "invalid", "rejected", "rolled_back"),
+            *("fail", "error", "unverified", "broken", "offline"),
+        ),
+    }
+)
 
-WORDS: Final[Mapping[str, str]] = MappingProxyType({
-    "failed_user": "Failed: submission",
-    "failed_app": "Failed: platform",
-    "too_large": "Too large",
-    "no_data": "No data",
-    "pass": "Pass",
-    "fail": "Fail",
-})
+WORDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "failed_user": "Failed: submission",
+        "failed_app": "Failed: platform",
+        "too_large": "Too large",
+        "no_data": "No data",
+        "pass": "Pass",
+        "fail": "Fail",
+    }
+)
 
-TITLES: Final[Mapping[str, str]] = MappingProxyType({
-    "failed_user": "The submission is at fault; see the hint.",
-    "failed_app": "The platform is at fault; the submission may be fine.",
-    "too_large": "The delta would save too little: devices download the sections whole.",
-    "inconclusive": "The evidence does not yet speak for or against the version.",
-    "no_data": "No telemetry has arrived: the stage is held, never promoted.",
-    "probation": "Running the new bundle, armed to return by itself.",
-})
-# fmt: on
+TITLES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "failed_user": "The submission is at fault; see the hint.",
+        "failed_app": "The platform is at fault; the submission may be fine.",
+        "too_large": "The delta would save too little: devices download the sections whole.",
+        "inconclusive": "The evidence does not yet speak for or against the version.",
+        "no_data": "No telemetry has arrived: the stage is held, never promoted.",
+        "probation": "Running the new bundle, armed to return by itself.",
+    }
+)
 
 
 def badge_of(state: object, word: str = "") -> Badge:

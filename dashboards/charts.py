@@ -1,7 +1,7 @@
 """Line charts as geometry: numbers in, coordinates and labels out, drawn by one SVG template. Pure.
 
-No script draws anything, so charts work without JavaScript and under a strict content policy. Every chart is shown
-with a table of the same numbers under it.
+No script draws anything, so charts work without JavaScript and under a strict content policy.
+Every chart is shown with a table of the same numbers under it.
 """
 
 import math
@@ -132,10 +132,15 @@ def line_chart(
         levels: Horizontal limits; they widen the y range unless it is given.
         marks: Vertical marks.
         x_title: What the x axis shows, with unit.
-        x_range, y_range: Ends of the axes; from the data when absent.
-        x_ticks, y_ticks: (value, label) pairs; round values when absent.
+        x_range: Ends of the x axis; from the data when absent.
+        y_range: Ends of the y axis; from the data when absent.
+        x_ticks: (value, label) pairs; round values when absent.
+        y_ticks: (value, label) pairs; round values when absent.
     """
-    drawn = [(line, [p for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])]) for line in lines]
+    drawn = [
+        (line, [p for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])])
+        for line in lines
+    ]
     drawn = [(line, points) for line, points in drawn if points]
     if not drawn:
         return None
@@ -156,7 +161,7 @@ def line_chart(
 
 
 def round_ticks(low: float, high: float, count: int = MAX_TICKS) -> tuple[float, ...]:
-    """Return at most `count` + 1 round values (1, 2 or 5 times a power of ten) inside [low, high]."""
+    """Return at most `count` + 1 values inside [low, high]: 1, 2 or 5 times a power of ten."""
     step = 10.0 ** math.floor(math.log10((high - low) / count))
     for factor in (1, 2, 5, 10):
         if (high - low) / (factor * step) <= count:
@@ -193,7 +198,9 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 def _ticks(axis: Axis, given: Sequence[tuple[float, str]] | None) -> tuple[Tick, ...]:
     if given is None:
         given = [(value, label_of(value)) for value in round_ticks(axis.low, axis.high)]
-    return tuple(Tick(axis.at(value), label) for value, label in given if axis.low <= value <= axis.high)
+    return tuple(
+        Tick(axis.at(value), label) for value, label in given if axis.low <= value <= axis.high
+    )
 
 
 def _draw(line: Line, points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> DrawnLine:
@@ -204,10 +211,19 @@ def _draw(line: Line, points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> Dr
 
 def _level(level: Level, axis: Axis) -> DrawnLimit:
     at = axis.at(level.y)
-    return DrawnLimit(level.name, level.tone, at, LEFT + 6, at - 5 if at > TOP + 14 else at + 13, "start")
+    return DrawnLimit(
+        level.name, level.tone, at, LEFT + 6, at - 5 if at > TOP + 14 else at + 13, "start"
+    )
 
 
 def _mark(mark: Mark, axis: Axis) -> DrawnLimit:
     at = axis.at(mark.x)
     is_right = at > (LEFT + WIDTH - RIGHT) / 2
-    return DrawnLimit(mark.name, mark.tone, at, at - 5 if is_right else at + 5, TOP + 11, "end" if is_right else "start")
+    return DrawnLimit(
+        mark.name,
+        mark.tone,
+        at,
+        at - 5 if is_right else at + 5,
+        TOP + 11,
+        "end" if is_right else "start",
+    )

@@ -1,8 +1,8 @@
-"""How a page is answered: who may see it, which headers it carries, page or fragment, and errors as pages.
+"""How a page is answered: who may see it, which headers it carries, page or fragment, error pages.
 
-One markup source: a page template includes its fragments. A request by htmx gets the fragment alone, an
-ordinary one gets the page; both vary on `HX-Request`. A fragment whose subject has reached a final state is
-answered with 286, which tells htmx to stop polling.
+One markup source: a page template includes its fragments. A request by htmx gets the fragment
+alone, an ordinary one gets the page; both vary on `HX-Request`. A fragment whose subject has
+reached a final state is answered with 286, which tells htmx to stop polling.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,8 +26,8 @@ THEMES: Final = ("light", "dark")
 THEME_COOKIE: Final = "theme"
 HEADERS: Final[Mapping[str, str]] = {
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     ),
     "Permissions-Policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
     "Cache-Control": "private, no-store",
@@ -57,9 +57,7 @@ def is_partial(request: HttpRequest) -> bool:
     return bool(htmx) and not htmx.boosted
 
 
-def page(
-    view: View, *, needs: Permission = Permission.VIEW
-) -> Callable[..., HttpResponseBase]:
+def page(view: View, *, needs: Permission = Permission.VIEW) -> Callable[..., HttpResponseBase]:
     """Wrap a view: sign-in, permission, error pages, security headers."""
 
     @wraps(view)

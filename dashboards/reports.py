@@ -1,14 +1,21 @@
 """A JSON report as people read it: facts, and tables of equal objects. Pure.
 
-The compiler's report grows with the compiler. Names carry their unit (`_bytes`, `_ms`, `_s`, `_ratio`), so that a new
-figure is shown properly without anybody touching the pages.
+The compiler's report grows with the compiler. Names carry their unit (`_bytes`, `_ms`, `_s`,
+`_ratio`), so that a new figure is shown properly without anybody touching the pages.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dashboards.templatetags.sparsefleet import bytesize, duration, figure, milliseconds, percent
+from dashboards.templatetags.sparsefleet import (
+    NONE,
+    bytesize,
+    duration,
+    figure,
+    milliseconds,
+    percent,
+)
 
 MAX_ROWS: Final = 200
 MAX_TEXT: Final = 200
@@ -55,7 +62,7 @@ def report_of(document: object) -> Report:
 def cell_text(name: str, value: object) -> str:
     """Return one value as text, in the unit that its name says."""
     if value is None:
-        return "–"
+        return NONE
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (int, float)):
@@ -87,9 +94,16 @@ def _place(
             rows = [{"name": key, **item} for key, item in value.items()]
             tables.append(_table(name, rows))
             return
-        pairs = [{"name": title_of(str(key)), "value": cell_text(str(key), item)} for key, item in value.items()]
+        pairs = [
+            {"name": title_of(str(key)), "value": cell_text(str(key), item)}
+            for key, item in value.items()
+        ]
         tables.append(_table(name, pairs))
-    elif isinstance(value, (list, tuple)) and value and all(isinstance(item, Mapping) for item in value):
+    elif (
+        isinstance(value, (list, tuple))
+        and value
+        and all(isinstance(item, Mapping) for item in value)
+    ):
         tables.append(_table(name, value))
     else:
         facts.append((title_of(name), cell_text(name, value)))
@@ -101,6 +115,8 @@ def _table(name: str, rows: Sequence[Mapping[str, object]]) -> ReportTable:
     return ReportTable(
         title=title_of(name),
         columns=tuple(title_of(column) for column in columns),
-        rows=tuple(tuple(cell_text(column, row.get(column)) for column in columns) for row in shown),
+        rows=tuple(
+            tuple(cell_text(column, row.get(column)) for column in columns) for row in shown
+        ),
         rows_left_out=len(rows) - len(shown),
     )

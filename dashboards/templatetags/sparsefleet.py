@@ -15,7 +15,7 @@ from dashboards.badges import Badge, badge_of
 
 register = template.Library()
 
-NONE: Final = "–"
+NONE: Final = "\N{EN DASH}"
 SHA256_LETTERS: Final = 64
 _OBJECT_ROUTES: Final[Mapping[str, str]] = {
     "builds.buildjob": "build-detail",
@@ -174,9 +174,15 @@ def field(mapping: object, key: str) -> object:
 
 @register.simple_tag
 def bar(
-    total: object, label: str, good: object = 0, live: object = 0, warn: object = 0, bad: object = 0, css: str = ""
+    total: object,
+    label: str,
+    good: object = 0,
+    live: object = 0,
+    warn: object = 0,
+    bad: object = 0,
+    css: str = "",
 ) -> SafeString:
-    """Draw parts of a whole as a progress bar (SVG: a strict style policy allows no inline width)."""
+    """Draw parts of a whole as a progress bar (SVG: the style policy allows no inline width)."""
     whole = max(as_number(total) or 0.0, 1e-9)
     parts: list[SafeString] = []
     at = 0.0
@@ -184,12 +190,17 @@ def bar(
         width = min(100.0 - at, 100.0 * max(0.0, as_number(value) or 0.0) / whole)
         if width > 0:
             parts.append(
-                format_html('<rect class="{}" x="{}%" width="{}%" height="100%"/>', name, f"{at:.2f}", f"{width:.2f}")
+                format_html(
+                    '<rect class="{}" x="{}%" width="{}%" height="100%"/>',
+                    name,
+                    f"{at:.2f}",
+                    f"{width:.2f}",
+                )
             )
             at += width
     return format_html(
-        '<svg class="bar {}" role="progressbar" aria-label="{}" aria-valuemin="0" aria-valuemax="100" '
-        'aria-valuenow="{}" preserveAspectRatio="none">{}</svg>',
+        '<svg class="bar {}" role="progressbar" aria-label="{}" aria-valuemin="0" '
+        'aria-valuemax="100" aria-valuenow="{}" preserveAspectRatio="none">{}</svg>',
         css,
         label,
         f"{at:.0f}",

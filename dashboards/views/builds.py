@@ -11,7 +11,7 @@ from builds.selectors.pages import build_detail as find_build
 from builds.selectors.pages import build_list as find_builds
 from builds.selectors.pages import build_state_counts
 from builds.services.jobs import build_retry as retry
-from builds.states import BUILD_FINAL, BuildEvent, BuildState, BUILD_TRANSITIONS
+from builds.states import BUILD_FINAL, BUILD_TRANSITIONS, BuildEvent, BuildState
 from dashboards.pages import page, show
 from dashboards.paging import slice_below
 from dashboards.reports import report_of
@@ -24,9 +24,7 @@ def _list(request: HttpRequest, actor: Actor) -> HttpResponse:
     rows = slice_below(find_builds(state=state, text=text), request.GET.get("below"))
     is_final = all(count == 0 for name, count in counts.items() if name not in BUILD_FINAL)
     context = {"slice": rows, "counts": counts, "state": state, "text": text}
-    return show(
-        request, actor, "build_list", context, fragment="_build_rows", final=is_final
-    )
+    return show(request, actor, "build_list", context, fragment="_build_rows", final=is_final)
 
 
 def _detail(request: HttpRequest, actor: Actor, build_id: int) -> HttpResponse:

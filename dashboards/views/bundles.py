@@ -2,11 +2,11 @@
 
 from django.http import HttpRequest, HttpResponse
 from django.views.decorators.http import require_safe
+from fleet.selectors.pages import devices_running
 
 from builds.common.auth import Actor
 from builds.selectors.pages import bundle_detail as find_bundle
 from dashboards.pages import page, show
-from fleet.selectors.pages import devices_running
 
 
 def _detail(request: HttpRequest, actor: Actor, manifest_sha256: str) -> HttpResponse:

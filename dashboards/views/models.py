@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from django.http import HttpRequest, HttpResponse
 from django.views.decorators.http import require_safe
+from fleet.selectors.pages import Measured, measured_by_manifest
 
 from builds.common.auth import Actor
 from builds.models import ModelVersion
@@ -12,7 +13,6 @@ from builds.selectors.pages import MatrixCell, MatrixRow, deltas_of, model_matri
 from builds.selectors.pages import version_detail as find_version
 from dashboards.pages import page, show
 from dashboards.quality import Claim, claim_of
-from fleet.selectors.pages import Measured, measured_by_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,9 @@ def _list(request: HttpRequest, actor: Actor) -> HttpResponse:
     matrices = model_matrices()
     measured = measured_by_manifest(_digests(row for item in matrices for row in item.rows))
     is_final = all(row.is_final for matrix in matrices for row in matrix.rows)
-    models = [
-        (matrix, [_line(row, measured) for row in matrix.rows]) for matrix in matrices
-    ]
+    models = [(matrix, [_line(row, measured) for row in matrix.rows]) for matrix in matrices]
     context = {"models": models}
-    return show(
-        request, actor, "model_list", context, fragment="_model_matrices", final=is_final
-    )
+    return show(request, actor, "model_list", context, fragment="_model_matrices", final=is_final)
 
 
 def _detail(request: HttpRequest, actor: Actor, model: str, version: str) -> HttpResponse:

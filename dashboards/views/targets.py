@@ -4,6 +4,7 @@ from django.contrib import messages
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.shortcuts import redirect
 from django.views.decorators.http import require_POST, require_safe
+from fleet.selectors.pages import device_counts_by_target
 
 from builds.common.auth import Actor
 from builds.common.roles import Permission
@@ -11,7 +12,6 @@ from builds.selectors.pages import target_list as find_targets
 from builds.services.targets import target_activate as activate
 from compiler.contract.fingerprint import TARGET_LADDER
 from dashboards.pages import page, show
-from fleet.selectors.pages import device_counts_by_target
 
 NEEDED_FEATURES = {name: sorted(features) for name, _machine, features in TARGET_LADDER}
 

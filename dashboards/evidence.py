@@ -1,0 +1,353 @@
+"""The evidence of a rollout's gate as people read it: strip over time, table of a look, latency.
+
+Wording: evidence is odds against the new version, "340 : 1", as in a wager; a good version reaches
+1/alpha : 1 in fewer than alpha of all rollouts, however often one looks. It is never called a
+probability or a p-value. Pure.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from compiler.contract.telemetry import Sketch
+from dashboards.charts import Chart, Level, Line, Mark, line_chart, round_ticks
+from fleet.gates import Evidence, GateSpec, MetricVerdict, Verdict
+from fleet.gates.spec import Metric
+
+MAX_ROWS: Final = 40
+Y_FLOOR: Final = -2.0
+Y_CEILING: Final = 9.0
+LOG10: Final = math.log(10.0)
+METRIC_TITLES: Final[Mapping[Metric, str]] = {
+    Metric.FAILURES: "Answers that did not end",
+    Metric.SLOW: "Slow answers",
+    Metric.SILENCE: "Silent devices",
+    Metric.WRONG: "Wrong answers",
+}
+METRIC_TONES: Final[Mapping[Metric, str]] = {
+    Metric.FAILURES: "bad",
+    Metric.SLOW: "warn",
+    Metric.SILENCE: "plain",
+    Metric.WRONG: "live",
+}
+QUANTILES: Final = (0.5, 0.9, 0.95, 0.99)
+LATENCY_TICKS_MS: Final = tuple(
+    factor * 10.0**power for power in range(-2, 6) for factor in (1, 2, 5)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One stored look at a stage."""
+
+    at: datetime
+    stage: int
+    spec: GateSpec
+    evidence: Evidence
+    verdict: Verdict
+    action: str
+
+
+@dataclass(frozen=True, slots=True)
+class StripRow:
+    """The numbers of one look; every value is an e-value (N : 1)."""
+
+    at: datetime
+    stage: int
+    total: float
+    parts: tuple[float, ...]
+    install: float
+    decision: str
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """The evidence over time: the drawing and the same numbers as rows, newest first."""
+
+    chart: Chart | None
+    part_titles: tuple[str, ...]
+    rows: tuple[StripRow, ...]
+    rows_left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class GateRow:
+    """One metric in the table of a look."""
+
+    title: str
+    treatment: float | None
+    control: float | None
+    ratio_low: float
+    ratio_high: float
+    harm_ratio: float
+    safe_ratio: float
+    harm: float
+    safe: float | None
+    state: str
+    word: str
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyRow:
+    """One quantile of both arms, in milliseconds."""
+
+    quantile: float
+    treatment: float | None
+    control: float | None
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Whole-answer latency of both arms: cumulative shares and quantiles."""
+
+    chart: Chart | None
+    rows: tuple[LatencyRow, ...]
+    treatment_count: int
+    control_count: int
+
+
+def odds_of(log_value: float) -> float:
+    """Return an e-value from its logarithm, capped where more digits say nothing more."""
+    return math.exp(min(log_value, 100.0))
+
+
+def evidence_strip(looks: Sequence[Look]) -> Strip:
+    """Lay out log10 of the evidence against the version over all looks.
+
+    Args:
+        looks: In ascending time.
+    """
+    if not looks:
+        return Strip(None, (), (), 0)
+    metrics = [metric for metric in METRIC_TITLES if _is_weighed(metric, looks[-1].spec)]
+    start = looks[0].at
+    times = [(look.at - start).total_seconds() for look in looks]
+    lines = [
+        Line(
+            METRIC_TITLES[metric],
+            METRIC_TONES[metric],
+            _points(times, looks, metric),
+            is_dashed=True,
+        )
+        for metric in metrics
+    ]
+    lines.append(
+        Line(
+            "All together",
+            "ink",
+            tuple(
+                (t, _log10(look.verdict.log_evidence)) for t, look in zip(times, looks, strict=True)
+            ),
+        )
+    )
+    rows = tuple(_strip_row(look, metrics) for look in reversed(looks))
+    return Strip(
+        chart=_strip_chart(lines, times, looks),
+        part_titles=tuple(METRIC_TITLES[metric] for metric in metrics),
+        rows=rows[:MAX_ROWS],
+        rows_left_out=max(0, len(rows) - MAX_ROWS),
+    )
+
+
+def gate_rows(look: Look) -> tuple[GateRow, ...]:
+    """Return the decision table of one look, one row per metric that the gate weighs or shows."""
+    spec, verdict = look.spec, look.verdict
+    return tuple(
+        _gate_row(metric, spec, verdict.metrics[metric], look.evidence)
+        for metric in METRIC_TITLES
+        if metric in verdict.metrics
+    )
+
+
+def latency_comparison(
+    *, treatment: Sketch, control: Sketch, slow_ms: float | None = None
+) -> Latency:
+    """Lay out the latency of both arms as cumulative shares over a logarithmic axis.
+
+    Args:
+        treatment: Sketch of whole-answer latency of devices with the new version, milliseconds.
+        control: The same of devices with the old version.
+        slow_ms: Above this an answer counts as slow; drawn as a mark when given.
+    """
+    rows = []
+    for q in QUANTILES:
+        new, old = treatment.quantile(q), control.quantile(q)
+        rows.append(LatencyRow(q, new, old, new / old if new and old else None))
+    lines = (
+        Line("Control", "plain", _cumulative(control)),
+        Line("Treatment", "live", _cumulative(treatment)),
+    )
+    xs = [x for line in lines for x, _ in line.points]
+    chart = None
+    if xs:
+        low, high = min(xs), max(xs) + 1e-6
+        chart = line_chart(
+            title="Share of answers that were at least this fast",
+            summary=_latency_summary(rows),
+            lines=lines,
+            marks=[Mark(f"slow above {slow_ms:.3g} ms", "warn", math.log10(slow_ms))]
+            if slow_ms
+            else (),
+            x_title="latency of a whole answer, ms (logarithmic)",
+            x_range=(low, high),
+            y_range=(0.0, 1.0),
+            x_ticks=_latency_ticks(low, high),
+            y_ticks=[(share, f"{share:.0%}") for share in (0.0, 0.25, 0.5, 0.75, 1.0)],
+        )
+    return Latency(chart, tuple(rows), treatment.count, control.count)
+
+
+def _is_weighed(metric: Metric, spec: GateSpec) -> bool:
+    if metric == Metric.WRONG:
+        return spec.min_accuracy_drop is not None
+    return metric in spec.metrics and spec.metrics[metric].weight > 0
+
+
+def _log10(log_value: float) -> float:
+    return min(Y_CEILING, max(Y_FLOOR, log_value / LOG10))
+
+
+def _points(
+    times: Sequence[float], looks: Sequence[Look], metric: Metric
+) -> tuple[tuple[float, float], ...]:
+    return tuple(
+        (t, _log10(look.verdict.metrics[metric].log_harm))
+        for t, look in zip(times, looks, strict=True)
+        if metric in look.verdict.metrics
+    )
+
+
+def _strip_chart(
+    lines: Sequence[Line], times: Sequence[float], looks: Sequence[Look]
+) -> Chart | None:
+    spec, last = looks[-1].spec, looks[-1].verdict
+    hold, fail = math.log10(spec.hold_evidence), -math.log10(spec.alpha)
+    values = [y for line in lines for _, y in line.points]
+    high = max(fail + 0.7, *values) + 0.1
+    low = min(-1.0, *values) - 0.1
+    openings = [
+        Mark(f"stage {look.stage + 1}", "plain", t)
+        for index, (t, look) in enumerate(zip(times, looks, strict=True))
+        if index and look.stage != looks[index - 1].stage
+    ]
+    ticks = [
+        (float(power), _power_label(power)) for power in range(math.ceil(low), math.floor(high) + 1)
+    ]
+    return line_chart(
+        title="Evidence against the new version, N : 1, over all looks",
+        summary=f"At the last of {len(looks)} looks it was {odds_of(last.log_evidence):.3g} : 1.",
+        lines=lines,
+        levels=(
+            Level(f"roll back at {1 / spec.alpha:,.0f} : 1", "bad", fail),
+            Level(f"hold at {spec.hold_evidence:,.0f} : 1", "warn", hold),
+        ),
+        marks=openings,
+        x_title="time since the first look",
+        y_range=(low, high),
+        x_ticks=_time_ticks(times[0], times[-1]),
+        y_ticks=ticks,
+    )
+
+
+def _power_label(power: int) -> str:
+    if power < 0:
+        return f"1 : {10**-power:,}"
+    return f"{10**power:,} : 1" if power < 6 else f"10^{power} : 1"
+
+
+def _time_ticks(first: float, last: float) -> list[tuple[float, str]]:
+    span = max(last - first, 1.0)
+    unit, name = next(((u, n) for limit, u, n in _TIME_UNITS if span >= limit), (1.0, "s"))
+    values = round_ticks(first / unit, (first + span) / unit)
+    return [(value * unit, f"{value:g} {name}") for value in values]
+
+
+_TIME_UNITS: Final = (
+    (2 * 86_400.0, 86_400.0, "d"),
+    (2 * 3_600.0, 3_600.0, "h"),
+    (120.0, 60.0, "min"),
+)
+
+
+def _strip_row(look: Look, metrics: Sequence[Metric]) -> StripRow:
+    verdict = look.verdict
+    return StripRow(
+        at=look.at,
+        stage=look.stage + 1,
+        total=odds_of(verdict.log_evidence),
+        parts=tuple(
+            odds_of(verdict.metrics[metric].log_harm) if metric in verdict.metrics else 1.0
+            for metric in metrics
+        ),
+        install=odds_of(verdict.log_install),
+        decision=verdict.decision.value,
+    )
+
+
+def _gate_row(metric: Metric, spec: GateSpec, row: MetricVerdict, evidence: Evidence) -> GateRow:
+    margins = spec.metrics[metric]
+    state, word = _state_of(metric, spec, row, evidence)
+    return GateRow(
+        title=METRIC_TITLES[metric],
+        treatment=row.rate_treatment,
+        control=row.rate_control,
+        ratio_low=row.ratio_low,
+        ratio_high=row.ratio_high,
+        harm_ratio=margins.harm_ratio,
+        safe_ratio=margins.safe_ratio,
+        harm=odds_of(row.log_harm),
+        safe=None if row.log_safe is None else odds_of(row.log_safe),
+        state=state,
+        word=word,
+    )
+
+
+def _state_of(
+    metric: Metric, spec: GateSpec, row: MetricVerdict, evidence: Evidence
+) -> tuple[str, str]:
+    """Return where one metric stands: harm shown, safe, not yet known; or shown, not gated."""
+    if not _is_weighed(metric, spec):
+        return "pending", "Shown, not gated"
+    if row.log_harm >= -math.log(spec.alpha):
+        return "fail", "Harm shown"
+    if row.log_safe is not None and row.log_safe >= math.log(spec.safe_evidence):
+        return "pass", "Safe for the next step"
+    if row.rate_treatment is None or (row.rate_control is None and evidence.control.devices):
+        return "no_data", "No data"
+    if row.log_safe is None:
+        return "pass", "No harm shown"
+    return "inconclusive", "Not yet known"
+
+
+def _cumulative(sketch: Sketch) -> tuple[tuple[float, float], ...]:
+    total = sketch.count
+    points: list[tuple[float, float]] = []
+    seen = 0
+    for index in sorted(sketch.buckets):
+        low, high = index / 32 * math.log10(2), (index + 1) / 32 * math.log10(2)
+        points.append((low, seen / total))
+        seen += sketch.buckets[index]
+        points.append((high, seen / total))
+    return tuple(points)
+
+
+def _latency_ticks(low: float, high: float) -> list[tuple[float, str]]:
+    inside = [value for value in LATENCY_TICKS_MS if low <= math.log10(value) <= high]
+    if len(inside) > 9:
+        inside = [value for value in inside if math.log10(value).is_integer()]
+    if len(inside) < 3:
+        inside = [float(f"{10 ** (low + (high - low) * step / 4):.3g}") for step in range(5)]
+    return [(math.log10(value), f"{value:g}") for value in inside]
+
+
+def _latency_summary(rows: Sequence[LatencyRow]) -> str:
+    tail = rows[-1]
+    if tail.treatment is None or tail.control is None:
+        return "Only one arm has answered so far."
+    return (
+        f"99 of 100 answers took at most {tail.treatment:.3g} ms in treatment "
+        f"and {tail.control:.3g} ms in control."
+    )

@@ -1,0 +1,38 @@
+"""Reports are laid out without knowing them: units come from names."""
+
+from dashboards.reports import report_of
+
+
+def test_it_shows_scalars_as_facts_in_their_units() -> None:
+    report = report_of({"size_bytes": 2_500_000, "wall_s": 61, "hit_ratio": 0.5, "isa": "v3", "ok": True})
+    assert dict(report.facts) == {"Size": "2.50 MB", "Wall": "1 m 1 s", "Hit": "50.0 %", "Isa": "v3", "Ok": "yes"}
+
+
+def test_it_shows_lists_of_objects_as_tables() -> None:
+    report = report_of({"stages": [{"name": "parse", "took_ms": 3.0}, {"name": "pack", "cached": False}]})
+    (table,) = report.tables
+    assert table.title == "Stages"
+    assert table.columns == ("Name", "Took", "Cached")
+    assert table.rows == (("parse", "3.00 ms", "–"), ("pack", "–", "no"))
+
+
+def test_it_shows_a_map_of_objects_as_a_table_with_names() -> None:
+    (table,) = report_of({"kernels": {"gemm": {"n": 1}, "norm": {"n": 2}}}).tables
+    assert table.rows == (("gemm", "1"), ("norm", "2"))
+
+
+def test_it_leaves_out_rows_and_says_so() -> None:
+    (table,) = report_of({"rows": [{"n": index} for index in range(250)]}).tables
+    assert len(table.rows) == 200
+    assert table.rows_left_out == 50
+
+
+def test_it_is_empty_for_anything_that_is_no_object() -> None:
+    assert not report_of(None)
+    assert not report_of([1, 2])
+    assert not report_of({})
+
+
+def test_it_cuts_long_text() -> None:
+    ((_, text),) = report_of({"note": "x" * 5_000}).facts
+    assert len(text) == 200
