@@ -156,6 +156,12 @@ class ContentError(AgentError):
     retryable: ClassVar[bool] = True
 
 
+class WrongContentError(AgentError):
+    """The server sent other bytes than were signed for, every time it was asked."""
+
+    code: ClassVar[str] = "agent.wrong_content"
+
+
 class CancelledError(AgentError):
     """The server withdrew the update; nothing of it was activated."""
 

@@ -36,6 +36,7 @@ class Floors:
         online_keys: Identity of the keys behind `timestamp` and `snapshot`: when an offline root
             replaces them, their versions may start anew (recovery from a fast-forward attack).
         assignment_seq: Highest assignment accepted.
+        assignment_sha256: The manifest that it named.
         security_floor: Lowest `security_epoch` that may be installed.
         release_seq_high: Highest release committed.
         clock_floor_s: Unix time, seconds.
@@ -44,6 +45,7 @@ class Floors:
     versions: Mapping[str, int] = field(default_factory=dict)
     online_keys: str = ""
     assignment_seq: int = 0
+    assignment_sha256: str = ""
     security_floor: int = 0
     release_seq_high: int = 0
     clock_floor_s: int = int(EARLIEST.timestamp())
@@ -83,10 +85,24 @@ class Floors:
             clock_floor_s=max(self.clock_floor_s, clock_floor_s),
         )
 
+    def accepts(self, assignment_seq: int, manifest_sha256: str) -> bool:
+        """Return whether an assignment is new, or the accepted one asked for once more.
+
+        The nonce keeps a recording from being taken for either.
+        """
+        if assignment_seq == self.assignment_seq:
+            return manifest_sha256 == self.assignment_sha256
+        return assignment_seq > self.assignment_seq
+
+    def with_assignment(self, manifest_sha256: str) -> "Floors":
+        """Return the floors with the manifest that the highest assignment names."""
+        return replace(self, assignment_sha256=manifest_sha256)
+
     def to_json(self) -> dict[str, Json]:
         """Return the JSON form."""
         document: dict[str, Json] = {name: getattr(self, name) for name in _NUMBERS}
         document["online_keys"] = self.online_keys
+        document["assignment_sha256"] = self.assignment_sha256
         document["versions"] = dict(self.versions)
         return document
 
@@ -137,6 +153,7 @@ def floors_from_json(document: Mapping[str, Json]) -> Floors:
     return Floors(
         versions={role: integer(versions, role) for role in versions},
         online_keys=text(document, "online_keys"),
+        assignment_sha256=text(document, "assignment_sha256"),
         **numbers,
     )
 

@@ -1,0 +1,1 @@
+"""Answering: load a verified bundle, keep one session, count what happens."""

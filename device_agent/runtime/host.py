@@ -1,0 +1,71 @@
+"""The seat of the running bundle: who answers now, swapped in one step.
+
+Answering and updating are independent threads. A swap replaces the seat; the answer in progress
+ends on the old bundle, which is closed after it. A native call that never returns keeps its old
+seat for ever and nothing else: the new bundle answers on a new thread.
+"""
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from typing import Final
+
+from device_agent.errors import NoBundleError
+from device_agent.runtime.answers import Answerer, AnswerRecord, Question
+
+log = logging.getLogger("device_agent.runtime")
+
+CLOSE_WAIT_S: Final = 15.0
+
+
+@dataclass(slots=True)
+class _Seat:
+    answerer: Answerer | None
+    busy: threading.Lock = field(default_factory=threading.Lock)
+
+
+class SessionHost:
+    """Holds the running bundle; safe for any number of threads."""
+
+    def __init__(self, close_wait_s: float = CLOSE_WAIT_S) -> None:
+        self._seat = _Seat(None)
+        self._close_wait_s = close_wait_s
+
+    @property
+    def manifest_sha256(self) -> str:
+        """Return the running bundle, or an empty string."""
+        answerer = self._seat.answerer
+        return "" if answerer is None else answerer.manifest_sha256
+
+    def understands(self, question: Question) -> bool:
+        """Return whether the running bundle can be asked this."""
+        answerer = self._seat.answerer
+        return answerer is not None and answerer.understands(question)
+
+    def answer(self, question: Question) -> AnswerRecord:
+        """Answer with the bundle that runs now.
+
+        Raises:
+            NoBundleError: None runs.
+        """
+        while True:
+            seat = self._seat
+            with seat.busy:
+                if seat is not self._seat:
+                    continue  # swapped while waiting
+                if seat.answerer is None:
+                    raise NoBundleError("no bundle is installed yet")
+                return seat.answerer.answer(question)
+
+    def swap(self, answerer: Answerer | None) -> None:
+        """Make `answerer` the running bundle and close the one before after its last answer."""
+        old, self._seat = self._seat, _Seat(answerer)
+        if old.answerer is None:
+            return
+        if not old.busy.acquire(timeout=self._close_wait_s):
+            log.warning("an answer of the old bundle does not end; its memory is given up")
+            return
+        try:
+            old.answerer.close()
+        finally:
+            old.busy.release()

@@ -1,0 +1,50 @@
+"""Whether an update is still wanted, asked while it is being fetched."""
+
+from collections.abc import Callable
+
+from compiler.contract.protocol import PollAnswer
+from device_agent.clock import Clock
+from device_agent.errors import AgentError, CancelledError
+from device_agent.update.context import UpdateContext
+
+Poll = Callable[[], PollAnswer]
+
+
+class OfferWatch:
+    """Polls when it is time to, and stops the update when the answer no longer shows it.
+
+    A server that cannot be reached changes nothing: the transfer itself will tell.
+    """
+
+    def __init__(self, poll: Poll, interval_s: Callable[[PollAnswer], float], clock: Clock) -> None:
+        self._poll = poll
+        self._interval_s = interval_s
+        self._clock = clock
+        self._next = 0.0
+
+    def answered(self, answer: PollAnswer) -> None:
+        """Note that somebody has just polled."""
+        self._next = self._clock.monotonic() + self._interval_s(answer)
+
+    def due(self) -> bool:
+        """Return whether it is time to poll."""
+        return self._clock.monotonic() >= self._next
+
+    def require_wanted(self, context: UpdateContext) -> None:
+        """Poll if it is time.
+
+        Raises:
+            CancelledError: The server shows no offer, or another one.
+        """
+        if not self.due():
+            return
+        try:
+            answer = self._poll()
+        except AgentError as error:
+            if not error.retryable:
+                raise
+            self._next = self._clock.monotonic() + 1.0
+            return
+        self.answered(answer)
+        if answer.offer is None or not context.is_for(answer.offer):
+            raise CancelledError("the server does not offer the update any more")
