@@ -259,7 +259,7 @@ def _nearest_scale(steps: Floats, rows: Floats) -> Scales:
 def _best_steps(values: Floats) -> Floats:
     """Return the real step size (..., ) of least squared error for groups (..., 32)."""
     widest = np.abs(values).max(axis=-1) / np.float32(7)
-    chosen = widest.copy()
+    chosen: Floats = widest.copy()
     least = np.full(widest.shape, np.inf, np.float32)
     for ratio in _CANDIDATES:
         steps = widest * np.float32(ratio)

@@ -1,0 +1,96 @@
+"""The C structs of the runtime's calls, as ctypes sees them.
+
+`C_STRUCTS` is the one description: the compiler renders the C declarations from it, the loader uses
+the classes, and a test compares sizes and offsets with what the C compiler made of them.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Final
+
+
+class SfSection(ctypes.Structure):
+    """One weight section in memory, 64-byte aligned."""
+
+    _fields_ = (("data", ctypes.c_void_p), ("bytes", ctypes.c_uint64))
+
+
+class SfSizeReport(ctypes.Structure):
+    """What `sf_sizes` answers; `struct_bytes` is filled by the caller."""
+
+    _fields_ = (
+        ("struct_bytes", ctypes.c_uint32),
+        ("sections", ctypes.c_uint32),
+        ("context_bytes", ctypes.c_uint64),
+        ("arena_bytes", ctypes.c_uint64),
+    )
+
+
+class SfSetup(ctypes.Structure):
+    """What `sf_init` takes."""
+
+    _fields_ = (
+        ("struct_bytes", ctypes.c_uint32),
+        ("sections", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("context_bytes", ctypes.c_uint64),
+        ("arena", ctypes.c_void_p),
+        ("arena_bytes", ctypes.c_uint64),
+        ("plan", ctypes.c_void_p),
+        ("plan_bytes", ctypes.c_uint64),
+        ("section", ctypes.c_void_p),
+    )
+
+
+class SfArgs(ctypes.Structure):
+    """What `sf_run` takes: T, and where it failed."""
+
+    _fields_ = (
+        ("struct_bytes", ctypes.c_uint32),
+        ("tokens", ctypes.c_uint32),
+        ("failed_call", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CField:
+    """One field of a struct, in C."""
+
+    name: str
+    c_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class CStruct:
+    """One struct, in C and in ctypes."""
+
+    name: str
+    ctype: type[ctypes.Structure]
+    fields: tuple[CField, ...]
+
+
+_POINTERS: Final = {
+    "data": "const uint8_t *",
+    "context": "void *",
+    "arena": "uint8_t *",
+    "plan": "const uint8_t *",
+    "section": "const sf_section *",
+}
+
+
+def _struct(name: str, ctype: type[ctypes.Structure]) -> CStruct:
+    fields = []
+    for field in ctype._fields_:
+        width = ctypes.sizeof(field[1]) * 8
+        is_pointer = field[1] is ctypes.c_void_p
+        fields.append(CField(field[0], _POINTERS[field[0]] if is_pointer else f"uint{width}_t"))
+    return CStruct(name, ctype, tuple(fields))
+
+
+C_STRUCTS: Final = (
+    _struct("sf_section", SfSection),
+    _struct("sf_size_report", SfSizeReport),
+    _struct("sf_setup", SfSetup),
+    _struct("sf_args", SfArgs),
+)

@@ -1,0 +1,53 @@
+"""Numbers that the C kernels and the numpy simulator must share, each written once."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class ExpConstants:
+    """Constants of our e^x, each exactly an f32. Polynomial: Cephes expf (highest power first).
+
+    Attributes:
+        low: Below this the result is 0 (2^n would be subnormal).
+        high: Above this the result is infinity (n would be 128).
+        magic: 1.5 * 2^23: adding it rounds to the nearest integer, ties to even.
+    """
+
+    low: float
+    high: float
+    magic: float
+    log2e: float
+    ln2_high: float
+    ln2_low: float
+    polynomial: tuple[float, ...]
+
+
+def _f32(value: float) -> float:
+    return float(np.float32(value))
+
+
+EXP: Final = ExpConstants(
+    low=_f32(-87.3),
+    high=_f32(88.3),
+    magic=12582912.0,
+    log2e=_f32(1.4426950408889634),
+    ln2_high=0.693359375,
+    ln2_low=_f32(-2.12194440e-4),
+    polynomial=tuple(
+        _f32(c)
+        for c in (
+            1.9875691500e-4,
+            1.3981999507e-3,
+            8.3334519073e-3,
+            4.1665795894e-2,
+            1.6666665459e-1,
+            5.0000001201e-1,
+        )
+    ),
+)
+
+SMALLEST_AMAX: Final = float(np.float32(2.0**-100))
+"""A row whose largest magnitude is below this counts as zero when quantised to int8."""

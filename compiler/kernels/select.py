@@ -1,0 +1,36 @@
+"""Which tile layer a target gets: a function over rows, best row first."""
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class TileSpec:
+    """One implementation of the W4 tile.
+
+    Attributes:
+        isa: Instruction set it needs; "portable" needs none.
+        template: File under `compiler/kernels`.
+        rows: Activation rows per block (its SF_TILE_ROWS), for names and reports.
+        conv_pixels: Output pixels that CONV2D keeps in registers at once.
+    """
+
+    isa: str
+    template: str
+    rows: int
+    conv_pixels: int
+
+
+TILES: Final[tuple[TileSpec, ...]] = (
+    TileSpec("avx512vnni", "templates/tile_avx512vnni.c.in", rows=4, conv_pixels=4),
+    TileSpec("avx2", "templates/tile_maddubs.c.in", rows=4, conv_pixels=4),
+    TileSpec("dotprod", "templates/tile_dotprod.c.in", rows=4, conv_pixels=4),
+    TileSpec("ssse3", "templates/tile_maddubs.c.in", rows=2, conv_pixels=2),
+    TileSpec("vec128", "templates/tile_vec128.c.in", rows=2, conv_pixels=2),
+    TileSpec("portable", "templates/tile_portable.c.in", rows=4, conv_pixels=2),
+)
+
+
+def select_tile(isa: frozenset[str]) -> TileSpec:
+    """Return the first tile whose instruction set is there; the portable one otherwise."""
+    return next(tile for tile in TILES if tile.isa in isa or tile.isa == "portable")
