@@ -398,7 +398,7 @@ class _Cursor:
 
     def take(self, length: int) -> bytes:
         if length > self.left:
-            raise DeltaTruncatedError("the table ends early")
+            raise DeltaFormatError("the table ends early")
         start = self._position
         self._position += length
         return self._data[start : self._position]

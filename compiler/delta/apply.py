@@ -20,6 +20,7 @@ from compiler.contract.delta import (
     DeltaRecord,
     DeltaResultError,
     DeltaSection,
+    Mode,
     RecordKind,
     chunk_hash,
     parse_header,
@@ -191,7 +192,8 @@ class _Run:
         if chunk_hash(before) != needed:
             raise DeltaBaseError(f"{record.kind.name}: other bytes at {record.offset}")
         after = decode_chunk(record.kind, record.mode, before, payload, reverse=self._reverse)
-        self._require_result(after, promised)
+        if record.mode is not Mode.SAME:
+            self._require_result(after, promised)
         scatter(self._sink, extents, after)
         self._written += len(after)
 
