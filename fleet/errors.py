@@ -1,0 +1,88 @@
+"""Errors of this app."""
+
+from http import HTTPStatus
+from typing import ClassVar
+
+from builds.common.errors import (
+    ApplicationError,
+    ConflictError,
+    ForbiddenError,
+    InvalidInputError,
+)
+
+
+class DeviceUnauthorizedError(ApplicationError):
+    """No valid session token: exchange a signed request for a new one at `/d/v1/token`."""
+
+    code: ClassVar[str] = "fleet.token"
+    status: ClassVar[HTTPStatus] = HTTPStatus.UNAUTHORIZED
+
+
+class DeviceSignatureError(ApplicationError):
+    """The request is not signed by the device key in the way that the protocol asks for."""
+
+    code: ClassVar[str] = "fleet.signature"
+    status: ClassVar[HTTPStatus] = HTTPStatus.UNAUTHORIZED
+
+
+class ReplayError(DeviceSignatureError):
+    """This signed request was used before."""
+
+    code: ClassVar[str] = "fleet.replay"
+
+
+class ClaimError(ForbiddenError):
+    """The claim token is unknown, wrong, used up or expired."""
+
+    code: ClassVar[str] = "fleet.claim"
+
+
+class DeviceStateError(ForbiddenError):
+    """The device is not (or no longer) a member of the fleet."""
+
+    code: ClassVar[str] = "fleet.device_state"
+
+
+class SerialTakenError(ConflictError):
+    """Another key is enrolled under this serial number."""
+
+    code: ClassVar[str] = "fleet.serial_taken"
+
+
+class UpdateCancelledError(ApplicationError):
+    """The update may no longer proceed: stop, drop what was fetched, keep the running bundle."""
+
+    code: ClassVar[str] = "fleet.update_cancelled"
+    status: ClassVar[HTTPStatus] = HTTPStatus.GONE
+
+
+class ReportContradictsError(InvalidInputError):
+    """The report says two things that cannot both be true."""
+
+    code: ClassVar[str] = "fleet.report_contradicts"
+
+
+class RolloutConflictError(ConflictError):
+    """Another rollout of the same model is under way."""
+
+    code: ClassVar[str] = "fleet.rollout_conflict"
+
+
+class FirstInstallError(InvalidInputError):
+    """A gate without comparison is for the first version only, and the first version needs it."""
+
+    code: ClassVar[str] = "fleet.first_install"
+
+
+class ApprovalError(ForbiddenError):
+    """Whoever made a rollout may not approve it."""
+
+    code: ClassVar[str] = "fleet.approval"
+
+
+class StaleSnapshotError(ApplicationError):
+    """This process cannot tell whether its offers are still good; ask again soon."""
+
+    code: ClassVar[str] = "fleet.snapshot_stale"
+    status: ClassVar[HTTPStatus] = HTTPStatus.SERVICE_UNAVAILABLE
+    retryable: ClassVar[bool] = True

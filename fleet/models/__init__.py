@@ -1,0 +1,50 @@
+"""Rows of this app: who runs what."""
+
+from fleet.models.devices import (
+    ClaimToken,
+    Device,
+    DeviceNonce,
+    DeviceStats,
+    DeviceTransition,
+    Fingerprint,
+    Heartbeat,
+)
+from fleet.models.rollouts import (
+    Enrolment,
+    EnrolmentStats,
+    FleetVersion,
+    GateLook,
+    Group,
+    Rollout,
+    RolloutTransition,
+    Stage,
+    StageTransition,
+    Update,
+    UpdateReportRow,
+    UpdateTransition,
+)
+from fleet.models.telemetry import TelemetryBatchKey, TelemetryRollup
+
+__all__ = [
+    "ClaimToken",
+    "Device",
+    "DeviceNonce",
+    "DeviceStats",
+    "DeviceTransition",
+    "Enrolment",
+    "EnrolmentStats",
+    "Fingerprint",
+    "FleetVersion",
+    "GateLook",
+    "Group",
+    "Heartbeat",
+    "Rollout",
+    "RolloutTransition",
+    "Stage",
+    "StageTransition",
+    "TelemetryBatchKey",
+    "TelemetryRollup",
+    "Update",
+    "UpdateReportRow",
+    "UpdateTransition",
+]

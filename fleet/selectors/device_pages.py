@@ -1,0 +1,166 @@
+"""What the pages about devices ask.
+
+Every function states its query count, which does not grow with the number of devices.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from django.core.exceptions import ObjectDoesNotExist
+from django.db.models import Count, Q, QuerySet
+
+from builds.common.errors import NotFoundError
+from builds.models import Bundle
+from compiler.contract.telemetry import sketch_from_json
+from fleet.models import (
+    Device,
+    DeviceStats,
+    DeviceTransition,
+    Enrolment,
+    Update,
+    UpdateTransition,
+)
+from fleet.selectors.pages import Measured
+from fleet.states import DeviceState
+
+MAX_UPDATES = 30
+MAX_HISTORY = 100
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One thing that happened, for a timeline."""
+
+    at: datetime
+    kind: str
+    text: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAnswers:
+    """What one device measured with one bundle; `bundle` is None when we did not build it."""
+
+    bundle: Bundle | None
+    manifest_sha256: str
+    measured: Measured
+    p95_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDetail:
+    """One device with its updates, its timeline (newest first) and its measurements."""
+
+    device: Device
+    seen_at: datetime | None
+    updates: tuple[Update, ...]
+    history: tuple[LogEntry, ...]
+    answers: tuple[DeviceAnswers, ...]
+
+
+def seen_at(device: Device) -> datetime | None:
+    """Return when a device was heard last, by poll or report. Needs `heartbeat` joined. Pure."""
+    try:
+        polled: datetime | None = device.heartbeat.at
+    except ObjectDoesNotExist:
+        polled = None
+    moments = [moment for moment in (polled, device.last_seen_at) if moment is not None]
+    return max(moments, default=None)
+
+
+def device_rows(*, text: str = "", target: str = "", state: str = "") -> QuerySet[Device]:
+    """Return devices, newest first, for keyset paging by primary key. One query."""
+    devices = Device.objects.select_related(
+        "target", "model", "running_bundle__version", "heartbeat"
+    ).order_by("-pk")
+    if target:
+        devices = devices.filter(target__name=target)
+    if state:
+        devices = devices.filter(state=state)
+    if text:
+        devices = devices.filter(
+            Q(name__icontains=text)
+            | Q(serial__icontains=text)
+            | Q(device_id__startswith=text)
+            | Q(running_bundle__version__version=text)
+        )
+    return devices
+
+
+def device_state_counts() -> Mapping[str, int]:
+    """Return how many devices are in each state. One query."""
+    counts = dict(Device.objects.order_by().values_list("state").annotate(Count("pk")))
+    return {state.value: counts.get(state.value, 0) for state in DeviceState}
+
+
+def device_page(*, device_pk: int) -> DeviceDetail:
+    """Return one device with updates, history and measurements. Seven queries.
+
+    Raises:
+        NotFoundError: No such device.
+    """
+    device = (
+        Device.objects.select_related(
+            "target",
+            "model",
+            "fingerprint",
+            "running_bundle__version",
+            "previous_bundle__version",
+            "heartbeat",
+        )
+        .filter(pk=device_pk)
+        .first()
+    )
+    if device is None:
+        raise NotFoundError(f"there is no device {device_pk}")
+    updates = Update.objects.select_related(
+        "bundle__version", "base_bundle__version", "rollout"
+    ).filter(device=device)
+    return DeviceDetail(
+        device=device,
+        seen_at=seen_at(device),
+        updates=tuple(updates.order_by("-pk")[:MAX_UPDATES]),
+        history=_history(device),
+        answers=_answers(device),
+    )
+
+
+def _history(device: Device) -> tuple[LogEntry, ...]:
+    entries = [LogEntry(device.enrolled_at, "device", "enrolled with its own key")]
+    for row in DeviceTransition.objects.filter(subject=device).order_by("-pk")[:MAX_HISTORY]:
+        entries.append(LogEntry(row.at, "device", f"{row.new} by {row.actor}", row.reason))
+    steps = UpdateTransition.objects.filter(subject__device=device).select_related(
+        "subject__bundle__version"
+    )
+    for step in steps.order_by("-pk")[:MAX_HISTORY]:
+        text = f"{step.subject.bundle.version.version}: {step.new.replace('_', ' ')}"
+        kind = "rollback" if step.subject.kind == "rollback" else "update"
+        entries.append(LogEntry(step.at, kind, text, step.reason))
+    joined = Enrolment.objects.filter(device=device).select_related("stage", "rollout__version")
+    for enrolment in joined.order_by("-pk")[:MAX_HISTORY]:
+        text = (
+            f"joined stage {enrolment.stage.index + 1} of rollout {enrolment.rollout_id} "
+            f"as {enrolment.arm}"
+        )
+        entries.append(LogEntry(enrolment.at, "rollout", text))
+    entries.sort(key=lambda entry: entry.at, reverse=True)
+    return tuple(entries[:MAX_HISTORY])
+
+
+def _answers(device: Device) -> tuple[DeviceAnswers, ...]:
+    rows = list(DeviceStats.objects.filter(device=device).order_by("-pk")[:MAX_UPDATES])
+    digests = [row.manifest_sha256 for row in rows]
+    bundles = {
+        bundle.manifest_sha256: bundle
+        for bundle in Bundle.objects.select_related("version").filter(manifest_sha256__in=digests)
+    }
+    return tuple(
+        DeviceAnswers(
+            bundle=bundles.get(row.manifest_sha256),
+            manifest_sha256=row.manifest_sha256,
+            measured=Measured(row.answers, row.failures, row.scored, row.correct),
+            p95_ms=sketch_from_json(row.latency).quantile(0.95),
+        )
+        for row in rows
+    )
