@@ -46,8 +46,9 @@ class Device(models.Model):
     """One device. Its identity is an Ed25519 key; the serial number is its owner's name for it.
 
     `running_bundle` is what the device itself said it runs, never what it was sent; null with a
-    `running_manifest_sha256` means: something that this platform did not build. `running_at` is when
-    the server heard it last change. When a device was heard at all is in `Heartbeat`.
+    `running_manifest_sha256` means: something that this platform did not build. `running_at` is
+    when the server heard it change. `last_seen_at` is the last report or token exchange; polls are
+    counted in `Heartbeat`, because they are many.
     """
 
     device_id = models.CharField(max_length=32, unique=True)
@@ -77,6 +78,7 @@ class Device(models.Model):
     )
     enrolled_at = models.DateTimeField()
     running_at = models.DateTimeField(null=True, blank=True)
+    last_seen_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
         ordering = ("-pk",)
