@@ -1,0 +1,72 @@
+"""A bundle in a directory, for people and tests: what `python -m compiler compile --out` writes.
+
+manifest.json  sections/<component> ...  report.json  ir.mlir  kernels.c
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from compiler.contract.canonical import sha256_hex
+from compiler.contract.errors import ContractError, DigestMismatchError
+from compiler.contract.manifest import ReleaseManifest, parse_manifest
+from compiler.driver.cache import write_atomic
+from compiler.driver.options import CompiledBundle
+
+MANIFEST: Final = "manifest.json"
+SECTIONS: Final = "sections"
+REPORT: Final = "report.json"
+
+
+def write_bundle(bundle: CompiledBundle, directory: Path) -> None:
+    """Write a bundle; the manifest comes last, so that a directory with one is whole.
+
+    Raises:
+        OSError: The directory cannot be written.
+    """
+    (directory / MANIFEST).unlink(missing_ok=True)
+    for component, data in bundle.sections.items():
+        write_atomic(directory / SECTIONS / component, data)
+    write_atomic(directory / "ir.mlir", bundle.ir_text.encode())
+    write_atomic(directory / "kernels.c", bundle.c_source.encode())
+    write_atomic(directory / REPORT, (json.dumps(bundle.report, indent=1) + "\n").encode())
+    write_atomic(directory / MANIFEST, bundle.manifest.to_bytes())
+
+
+def read_bundle(directory: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
+    """Read manifest and sections back, digests checked.
+
+    Raises:
+        ContractError: There is no whole bundle in the directory.
+        DigestMismatchError: A section is not the one the manifest names.
+    """
+    try:
+        manifest = parse_manifest((directory / MANIFEST).read_bytes())
+        sections = {
+            section.component: (directory / SECTIONS / section.component).read_bytes()
+            for section in manifest.sections
+        }
+    except OSError as error:
+        raise ContractError(
+            f"no bundle in {directory}: {error.strerror}",
+            hint="a bundle is what `python -m compiler compile --out DIR` writes",
+        ) from error
+    for section in manifest.sections:
+        if sha256_hex(sections[section.component]) != section.sha256:
+            raise DigestMismatchError(f"section {section.component} does not match the manifest")
+    return manifest, sections
+
+
+def read_report(directory: Path) -> dict[str, Any]:
+    """Read the report of a bundle directory.
+
+    Raises:
+        ContractError: It is missing or no JSON object.
+    """
+    try:
+        report = json.loads((directory / REPORT).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ContractError(f"no report in {directory}: {error}") from error
+    if not isinstance(report, dict):
+        raise ContractError(f"the report in {directory} is not an object")
+    return report

@@ -1,0 +1,101 @@
+"""Run the shipped native code against the self-test, in a process that may crash.
+
+    driver -(files)-> child process -(loads kernels, runs vectors)-> report, or a signal
+
+The child is the code that a device runs (`compiler.contract.selftest_process`). Where this machine
+cannot run the target, the result says so instead of pretending: `assembled`.
+"""
+
+import json
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from compiler.contract import selftest_process
+from compiler.contract.canonical import Json
+from compiler.errors import SelfTestError
+from compiler.hardware.targets import Target
+
+CPU_INFO: Final = Path("/proc/cpuinfo")
+HOST: Final = "host"
+ASSEMBLED: Final = "assembled"
+ROOT: Final = Path(__file__).parents[2]
+_MAX_SHOWN: Final = 400
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCheck:
+    """How the native code was checked.
+
+    Attributes:
+        verified_on: `host` if it ran here, `assembled` if it could only be built.
+        detail: The self-test's report, or why it did not run.
+    """
+
+    verified_on: str
+    detail: Mapping[str, Json]
+
+
+def host_features() -> frozenset[str]:
+    """Return the feature names in /proc/cpuinfo of this machine; nothing where there is none."""
+    try:
+        text = CPU_INFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in {"flags", "Features"}:
+            return frozenset(value.split())
+    return frozenset()
+
+
+def check_native(
+    directory: Path, sections: Mapping[str, bytes], target: Target, timeout_s: float
+) -> NativeCheck:
+    """Run the self-test of a bundle natively, if this machine can.
+
+    Args:
+        directory: An empty directory of our own; the sections are written into it.
+        sections: Every section of the bundle by component.
+        target: What the kernels were built for.
+        timeout_s: Seconds after which the child is killed.
+
+    Raises:
+        SelfTestError: An output differs from the simulator's, the plan does not load, the native
+            code crashed, or it took too long.
+    """
+    if platform.machine() != target.arch or not target.features <= host_features():
+        missing = ", ".join(sorted(target.features - host_features()))
+        return NativeCheck(
+            ASSEMBLED, {"reason": f"this {platform.machine()} lacks {missing or target.arch}"}
+        )
+    for name, data in sections.items():
+        (directory / name).write_bytes(data)
+    return NativeCheck(HOST, _run_child(directory, timeout_s))
+
+
+def _run_child(directory: Path, timeout_s: float) -> dict[str, Json]:
+    command = [sys.executable, "-m", selftest_process.__name__, str(directory.resolve())]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own module in our own interpreter
+            command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SelfTestError(f"the native self-test took more than {timeout_s:g} s") from error
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        raise SelfTestError(f"the native code ended by {name} in the self-test")
+    if done.returncode not in (selftest_process.PASSED, selftest_process.FAILED):
+        raise SelfTestError(f"the native self-test did not run: {done.stderr[-_MAX_SHOWN:]}")
+    report: dict[str, Json] = json.loads(done.stdout)
+    if done.returncode == selftest_process.FAILED:
+        shown = json.dumps(report["mismatches"])[:_MAX_SHOWN]
+        raise SelfTestError(
+            f"native code and simulator differ in {report['failed_vectors']} vectors: {shown}"
+        )
+    return report

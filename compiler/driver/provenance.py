@@ -1,0 +1,86 @@
+"""Where a bundle comes from: digests of everything that went in.
+
+The document's SHA-256 stands in the signed manifest; the document itself goes into the report. It
+holds digests and names only, no time and no path, so that the same input gives the same manifest.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from compiler.contract.canonical import Json, sha256_hex
+from compiler.passes.pipeline_spec import PipelineSpec
+
+SCHEMA: Final = "sparsefleet.provenance/1"
+CALIBRATION: Final = "calibration"
+_SOURCES: Final = ("*.py", "*.c.in")
+_TOOLS: Final = ("numpy", "onnx", "xdsl", "jinja2", "ziglang")
+
+
+def submission_digests(directory: Path, spec: PipelineSpec) -> dict[str, str]:
+    """Return the SHA-256 of every file of a submission that a compilation reads, by name."""
+    names = ["pipeline.json", *(component.file for component in spec.components)]
+    names += [
+        f"{CALIBRATION}{suffix}"
+        for suffix in (".json", ".npz")
+        if (directory / f"{CALIBRATION}{suffix}").exists()
+    ]
+    return {name: _file_digest(directory / name) for name in sorted(set(names))}
+
+
+def section_digests(sections: Mapping[str, bytes] | None) -> dict[str, str]:
+    """Return the SHA-256 of each section by component; nothing for no sections."""
+    return {name: sha256_hex(data) for name, data in sorted((sections or {}).items())}
+
+
+@cache
+def compiler_digest() -> str:
+    """Return the digest of the compiler's own sources and of the packages it works with."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(_sources(root)):
+        digest.update(str(path.relative_to(root)).encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for name in _TOOLS:
+        digest.update(f"{name} {version(name)}\0".encode())
+    return digest.hexdigest()
+
+
+def tool_versions() -> dict[str, str]:
+    """Return the versions of the packages that the output depends on."""
+    return {name: version(name) for name in _TOOLS}
+
+
+def provenance_document(
+    inputs: Mapping[str, str], base: Mapping[str, str], target: str, vectors: int
+) -> dict[str, Json]:
+    """Return the provenance of one bundle.
+
+    Args:
+        inputs: Digests of the submission's files.
+        base: Digests of the older bundle's sections whose grids were kept.
+        target: Target id.
+        vectors: The number of self-test vectors that was asked for.
+    """
+    return {
+        "schema": SCHEMA,
+        "inputs": dict(inputs),
+        "base": dict(base),
+        "target": target,
+        "selftest_vectors": vectors,
+        "compiler_sha256": compiler_digest(),
+        "tools": tool_versions(),
+    }
+
+
+def _sources(root: Path) -> Iterable[Path]:
+    for pattern in _SOURCES:
+        yield from root.rglob(pattern)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

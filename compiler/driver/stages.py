@@ -1,0 +1,107 @@
+"""What the stages of a compilation hand over, and how long they took."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Final
+
+from compiler.contract.canonical import Json, canonical_bytes, parse_object
+from compiler.contract.errors import ContractError
+from compiler.contract.planes import Plane
+from compiler.driver.options import STAGES, Progress
+
+_SHARES: Final[Mapping[str, float]] = {
+    "import": 0.0,
+    "raise": 0.1,
+    "quantise": 0.2,
+    "plan": 0.3,
+    "kernels": 0.35,
+    "selftest": 0.7,
+    "manifest": 0.97,
+}
+_SECTION: Final = "section/"
+
+
+class StageClock:
+    """Reports progress and keeps seconds per stage."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._seconds: dict[str, float] = {}
+        self._cached: set[str] = set()
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage; entered twice, its times add up."""
+        self._progress(name, _SHARES[name])
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + perf_counter() - start
+
+    def skip(self, name: str) -> None:
+        """Note that a stage's result came from the cache."""
+        self._progress(name, _SHARES[name])
+        self._cached.add(name)
+
+    def rows(self) -> list[Json]:
+        """Return one row per stage, in order."""
+        return [
+            {
+                "name": name,
+                "seconds": round(self._seconds.get(name, 0.0), 3),
+                "cached": name in self._cached,
+            }
+            for name in STAGES
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Portable:
+    """What is the same for every target.
+
+    Attributes:
+        sections: `plan`, `pipeline`, and all sections with weights.
+        planes: Planes of the sections with weights.
+        facts: Rows of the report.
+    """
+
+    sections: dict[str, bytes]
+    planes: dict[str, tuple[Plane, ...]]
+    ir_text: str
+    facts: dict[str, Json]
+
+    def to_parts(self) -> dict[str, bytes]:
+        """Return the parts of a cache entry."""
+        planes = {
+            name: [[plane.kind, plane.offset, plane.length] for plane in items]
+            for name, items in self.planes.items()
+        }
+        return {
+            "planes": canonical_bytes(planes),
+            "ir": self.ir_text.encode(),
+            "facts": canonical_bytes(self.facts),
+            **{_SECTION + name: data for name, data in self.sections.items()},
+        }
+
+    @classmethod
+    def from_parts(cls, parts: Mapping[str, bytes]) -> "Portable":
+        """Return what `to_parts` wrote."""
+        return cls(
+            sections={
+                name.removeprefix(_SECTION): data
+                for name, data in parts.items()
+                if name.startswith(_SECTION)
+            },
+            planes={name: _planes(items) for name, items in parse_object(parts["planes"]).items()},
+            ir_text=parts["ir"].decode(),
+            facts=parse_object(parts["facts"]),
+        )
+
+
+def _planes(items: Json) -> tuple[Plane, ...]:
+    if not isinstance(items, list):
+        raise ContractError("planes must be a list")
+    return tuple(Plane(*item) for item in items)
