@@ -1,12 +1,10 @@
-"""Load an installed bundle: hash every section, seal the native code, start the plan.
+"""Load an installed bundle: hash every section, start the plan.
 
-What is hashed is what is used: sections are mapped once and hashed in that mapping; native code is
-copied into a sealed memory file, so that nothing on disk can be swapped between the check and the
-load. Standard library and contract only: the self-test child starts in little time.
+What is hashed is what is used: sections are mapped once and hashed in that mapping, and the plan
+copies them out of it (native code into a sealed memory file), so nothing can be swapped on disk
+between the check and the load. Standard library and contract only: the self-test child starts fast.
 """
 
-import fcntl
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -25,7 +23,6 @@ KERNELS: Final = "kernels"
 PIPELINE: Final = "pipeline"
 SELF_TEST: Final = "selftest"
 NOT_WEIGHTS: Final = frozenset((PLAN, KERNELS, PIPELINE, SELF_TEST))
-_SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class ClosableRunner(PlanRunner, Protocol):
@@ -49,7 +46,7 @@ class LoadedBundle:
     manifest_sha256: str
     runner: ClosableRunner
     pipeline: Pipeline
-    self_test: memoryview
+    self_test: bytes
 
 
 def read_manifest(store: ObjectStore, sha256: str, size_bytes: int) -> ReleaseManifest:
@@ -83,23 +80,9 @@ def load_bundle(store: ObjectStore, pointer: Pointer) -> LoadedBundle:
         runner = _start(views)
     except (ContractError, OSError) as error:
         raise BundleError(f"the plan does not load: {error}") from error
-    return LoadedBundle(pointer.manifest_sha256, runner, pipeline, views[SELF_TEST])
+    return LoadedBundle(pointer.manifest_sha256, runner, pipeline, bytes(views[SELF_TEST]))
 
 
 def _start(views: Mapping[str, memoryview]) -> ClosableRunner:
     weights = {name: view for name, view in views.items() if name not in NOT_WEIGHTS}
-    fd = sealed_copy(views[KERNELS])
-    try:
-        return NativePlan(fd, bytes(views[PLAN]), weights)
-    finally:
-        os.close(fd)
-
-
-def sealed_copy(data: memoryview) -> int:
-    """Return a memory file that holds `data` and can never be changed again."""
-    fd = os.memfd_create("kernels", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    view = data
-    while view:
-        view = view[os.write(fd, view) :]
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    return fd
+    return NativePlan(bytes(views[KERNELS]), bytes(views[PLAN]), weights)

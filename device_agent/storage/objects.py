@@ -57,6 +57,18 @@ class ObjectStore:
         except OSError:
             return False
 
+    def partial_bytes(self, sha256: str) -> int:
+        """Return how much of an object that is being written is there."""
+        try:
+            return (self._partial / _name(sha256)).stat().st_size
+        except OSError:
+            return 0
+
+    def drop_partials(self) -> None:
+        """Remove everything that is not whole, to make room."""
+        for path in sorted(self._partial.iterdir()):
+            self._disk.remove(path)
+
     def used_bytes(self) -> int:
         """Return the size of everything kept."""
         total = 0

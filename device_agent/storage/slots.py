@@ -22,12 +22,19 @@ SLOTS: Final = ("a", "b")
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """One installed bundle."""
+    """One installed bundle.
+
+    Attributes:
+        size_bytes: Of the release manifest.
+        committed: Whether it passed probation on this device once.
+    """
 
     manifest_sha256: str
     size_bytes: int
     version: str
     security_epoch: int
+    release_seq: int = 0
+    committed: bool = False
 
     def to_json(self) -> Json:
         """Return the JSON form."""
@@ -36,6 +43,8 @@ class Pointer:
             "size_bytes": self.size_bytes,
             "version": self.version,
             "security_epoch": self.security_epoch,
+            "release_seq": self.release_seq,
+            "committed": self.committed,
         }
 
 
@@ -118,9 +127,16 @@ class Slots:
         return self._table
 
     def stage(self, pointer: Pointer) -> None:
-        """Put a complete bundle into the slot that does not run."""
-        if self._table.other != pointer:
+        """Put a complete bundle into the slot that does not run, unless it is there."""
+        other = self._table.other
+        if other is None or other.manifest_sha256 != pointer.manifest_sha256:
             self._save(self._table.with_slot(self._table.inactive, pointer))
+
+    def unstage(self, manifest_sha256: str) -> None:
+        """Forget a staged bundle that will not be activated; one that ran here before stays."""
+        other = self._table.other
+        if other is not None and other.manifest_sha256 == manifest_sha256 and not other.committed:
+            self._save(self._table.with_slot(self._table.inactive, None))
 
     def activate(self) -> None:
         """Make the staged bundle the running one, on trial.
@@ -140,8 +156,10 @@ class Slots:
 
     def commit(self) -> None:
         """End the trial: the running bundle stays."""
-        if self._table.on_trial:
-            self._save(replace(self._table, trial_starts=None))
+        table = self._table
+        if table.current is not None and (table.on_trial or not table.current.committed):
+            committed = replace(table.current, committed=True)
+            self._save(replace(table.with_slot(table.active, committed), trial_starts=None))
 
     def revert(self) -> None:
         """Make the bundle before the running one again and forget the one on trial."""
@@ -184,4 +202,6 @@ def _pointer(value: Json) -> Pointer | None:
         size_bytes=integer(value, "size_bytes"),
         version=text(value, "version"),
         security_epoch=integer(value, "security_epoch"),
+        release_seq=integer(value, "release_seq"),
+        committed=value.get("committed") is True,
     )

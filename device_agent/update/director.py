@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from tuf.api._payload import Root, Targets
 from tuf.api.exceptions import RepositoryError
-from tuf.api.metadata import Metadata
+from tuf.api.metadata import Metadata, Root, Targets
 
 from compiler.contract.canonical import SHA256_PATTERN
 from compiler.contract.errors import ContractError

@@ -13,10 +13,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from tuf.api import exceptions
-from tuf.api._payload import Root, Snapshot, TargetFile, Timestamp
-from tuf.ngclient.config import UpdaterConfig
-from tuf.ngclient.fetcher import FetcherInterface
-from tuf.ngclient.updater import Updater
+from tuf.api.metadata import Root, Snapshot, TargetFile, Timestamp
+from tuf.ngclient import FetcherInterface, Updater, UpdaterConfig
 
 from compiler.contract.canonical import canonical_bytes, sha256_hex
 from device_agent.config import AgentConfig

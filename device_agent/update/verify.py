@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urljoin
 
-from tuf.api._payload import TargetFile
+from tuf.api.metadata import TargetFile
 
 from compiler.contract.canonical import sha256_hex
 from compiler.contract.fingerprint import TARGET_LADDER, Fingerprint

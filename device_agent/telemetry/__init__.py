@@ -1,0 +1,1 @@
+"""Telemetry: count answers, cut batches, keep them until the server has them."""

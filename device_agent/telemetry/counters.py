@@ -1,0 +1,101 @@
+"""Count answers by bundle and rollout arm, and cut what was counted into batches."""
+
+import secrets
+import threading
+from dataclasses import dataclass, field
+from typing import Final
+
+from compiler.contract.protocol import PollAnswer
+from compiler.contract.telemetry import Sketch, TelemetryBatch
+from device_agent.runtime.answers import AnswerRecord
+
+BOOT_ID_BYTES: Final = 8
+ARMS: Final = ("", "treatment", "control")
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Which side of which rollout the device is on, as the last poll answer said."""
+
+    rollout_id: int | None = None
+    stage: int | None = None
+    arm: str = ""
+
+
+def tags_of(answer: PollAnswer) -> Tags:
+    """Return the tags of a poll answer; an unknown arm counts as none."""
+    arm = answer.arm if answer.arm in ARMS else ""
+    return Tags(answer.rollout_id, answer.stage, arm)
+
+
+@dataclass(slots=True)
+class _Counts:
+    answers: int = 0
+    failures: int = 0
+    scored: int = 0
+    correct: int = 0
+    latency_ms: Sketch = field(default_factory=Sketch)
+
+
+class Counters:
+    """Counts since the last cut; safe for any number of threads."""
+
+    def __init__(self, boot_id: str | None = None) -> None:
+        self.boot_id = boot_id or secrets.token_hex(BOOT_ID_BYTES)
+        self._lock = threading.Lock()
+        self._tags = Tags()
+        self._counts: dict[tuple[str, Tags], _Counts] = {}
+        self._seq = 0
+        self._total = _Counts()
+
+    def tag(self, tags: Tags) -> None:
+        """Count under these tags from now on."""
+        with self._lock:
+            self._tags = tags
+
+    def record(self, record: AnswerRecord) -> None:
+        """Count one answer."""
+        with self._lock:
+            key = record.manifest_sha256, self._tags
+            for counts in (self._counts.setdefault(key, _Counts()), self._total):
+                counts.answers += 1
+                counts.failures += record.failed
+                counts.scored += record.correct is not None
+                counts.correct += record.correct is True
+                counts.latency_ms.add(record.latency_ms)
+
+    def cut(self) -> list[TelemetryBatch]:
+        """Return what was counted since the last cut, one batch per bundle and tags."""
+        with self._lock:
+            counted, self._counts = self._counts, {}
+            first, self._seq = self._seq, self._seq + len(counted)
+        return [
+            TelemetryBatch(
+                boot_id=self.boot_id,
+                seq=first + position,
+                manifest_sha256=manifest_sha256,
+                rollout_id=tags.rollout_id,
+                stage=tags.stage,
+                arm=tags.arm,
+                answers=counts.answers,
+                failures=counts.failures,
+                scored=counts.scored,
+                correct=counts.correct,
+                degraded=0,
+                latency_ms=counts.latency_ms,
+            )
+            for position, ((manifest_sha256, tags), counts) in enumerate(counted.items())
+        ]
+
+    def summary(self) -> dict[str, int | float | None]:
+        """Return counts since the start, for `status`."""
+        with self._lock:
+            total = self._total
+            return {
+                "answers": total.answers,
+                "failures": total.failures,
+                "scored": total.scored,
+                "correct": total.correct,
+                "latency_p50_ms": total.latency_ms.quantile(0.5),
+                "latency_p95_ms": total.latency_ms.quantile(0.95),
+            }

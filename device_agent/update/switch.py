@@ -1,0 +1,146 @@
+"""Steps from the switch on: activate, probation, commit or roll back, clean up.
+
+load the new bundle beside the old one -> one write makes it the running one, on trial -> swap
+probation passed -> trial ends, the security floor rises
+anything else    -> one write makes the old one the running one -> swap
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from device_agent.config import AgentConfig
+from device_agent.errors import AgentError, BundleError, StateLostError
+from device_agent.machine import StepResult, describe
+from device_agent.runtime.bundle import read_manifest
+from device_agent.runtime.engine import Engine
+from device_agent.runtime.host import SessionHost
+from device_agent.states import Event, SlotFact
+from device_agent.storage.floors import FloorStore
+from device_agent.storage.objects import ObjectStore
+from device_agent.storage.slots import Pointer, Slots
+from device_agent.update.context import UpdateContext
+from device_agent.update.probation import Probation
+
+log = logging.getLogger("device_agent.update")
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchSteps:
+    """What the steps work with."""
+
+    config: AgentConfig
+    store: ObjectStore
+    slots: Slots
+    floors: FloorStore
+    engine: Engine
+    host: SessionHost
+    probation_watch: Probation
+
+    def activate(self, context: UpdateContext) -> StepResult:
+        """Self-test in a child, load, make it the running bundle, swap."""
+        table = self.slots.table
+        if slot_fact(self.slots, context.manifest_sha256) is SlotFact.NOT_RUNNING:
+            staged = table.other
+            if staged is None or staged.manifest_sha256 != context.manifest_sha256:
+                raise BundleError("the staged bundle is gone")
+            self.engine.self_test(staged)
+            answerer = self.engine.start(staged)
+            try:
+                self.slots.activate()
+            except AgentError:
+                answerer.close()
+                raise
+            self.probation_watch.begin(context.manifest_sha256)
+            self.host.swap(answerer)
+        return StepResult(Event.ACTIVATED, context)
+
+    def probation(self, context: UpdateContext) -> StepResult | None:
+        """Wait until the bundle has shown enough."""
+        self.probation_watch.begin(context.manifest_sha256)
+        current = self.slots.table.current
+        # What was committed here before has nothing left to prove.
+        proven = current is not None and current.committed
+        duration_s = 0.0 if proven else self.config.probation_s
+        if not self.probation_watch.is_passed(duration_s):
+            return None
+        return StepResult(Event.PASSED, context)
+
+    def commit(self, context: UpdateContext) -> StepResult:
+        """End the trial; from here on the device does not return by itself."""
+        self.slots.commit()
+        self.probation_watch.end()
+        current = self.slots.table.current
+        try:
+            floors = self.floors.load()
+        except StateLostError as error:
+            log.warning("floors: %s", describe(error))
+        else:
+            epoch, seq = (
+                (0, 0) if current is None else (current.security_epoch, current.release_seq)
+            )
+            raised = floors.raised(
+                security_floor=max(context.security_floor, epoch), release_seq=seq
+            )
+            if raised != floors:
+                self.floors.save(raised)
+        return StepResult(Event.COMMITTED, context.succeeded())
+
+    def roll_back(self, context: UpdateContext) -> StepResult:
+        """Make the bundle before the running one again, if the new one is the running one."""
+        self.probation_watch.end()
+        if slot_fact(self.slots, context.manifest_sha256) is SlotFact.ON_TRIAL:
+            self.slots.revert()
+        self.run_current()
+        return StepResult(Event.RESTORED, context)
+
+    def clean(self, context: UpdateContext) -> StepResult:
+        """Drop everything that no slot points to."""
+        self.slots.unstage(context.manifest_sha256)
+        try:
+            keep = set(self._kept())
+        except BundleError as error:
+            log.warning("nothing was dropped: %s", describe(error))
+        else:
+            self.store.collect(keep)
+        return StepResult(Event.CLEANED, context)
+
+    def run_current(self) -> None:
+        """Make the bundle of the active slot answer, if it does not already.
+
+        A bundle that cannot be loaded leaves nobody to answer; the server sees it at the next poll.
+        """
+        current = self.slots.table.current
+        if current is None:
+            self.host.swap(None)
+        elif self.host.manifest_sha256 != current.manifest_sha256:
+            try:
+                self.host.swap(self.engine.start(current))
+            except AgentError as error:
+                log.warning("the bundle %s does not load: %s", current.version, describe(error))
+                self.host.swap(None)
+
+    def _kept(self) -> Iterator[str]:
+        table = self.slots.table
+        for pointer in (table.current, table.other):
+            if pointer is not None:
+                yield from bundle_objects(self.store, pointer)
+
+
+def bundle_objects(store: ObjectStore, pointer: Pointer) -> Iterator[str]:
+    """Yield the digests of everything that an installed bundle is made of.
+
+    Raises:
+        BundleError: Its manifest is missing or damaged.
+    """
+    yield pointer.manifest_sha256
+    for section in read_manifest(store, pointer.manifest_sha256, pointer.size_bytes).sections:
+        yield section.sha256
+
+
+def slot_fact(slots: Slots, manifest_sha256: str) -> SlotFact:
+    """Return what the slots say about a bundle."""
+    current = slots.table.current
+    if current is None or current.manifest_sha256 != manifest_sha256:
+        return SlotFact.NOT_RUNNING
+    return SlotFact.ON_TRIAL if slots.table.on_trial else SlotFact.COMMITTED
