@@ -1,0 +1,201 @@
+"""Run a module's programs over numpy, with a key/value cache: a stand-in for the native plan."""
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiler.contract.native import ContextFullError, NativeError, TooManyTokensError
+from compiler.contract.session import Buffer as Bytes
+from compiler.kernels.program import (
+    ABSENT,
+    Buffer,
+    Call,
+    Module,
+    Program,
+    call_params,
+    validate_module,
+)
+from compiler.quant.w4 import PackedW4
+from compiler.simulator.numerics import Bits, Exact, Numerics
+from compiler.simulator.operations import OPERATIONS, Cache, Step
+
+Array = NDArray[Any]
+Mode = Literal["bits", "f64"]
+
+_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    "f32": np.dtype("<f4"),
+    "i32": np.dtype("<i4"),
+    "u8": np.dtype("u1"),
+}
+
+
+class Simulator:
+    """The reference interpreter.
+
+    Mode `bits` gives, byte for byte, what the native plan gives. Mode `f64` computes the same
+    programs in double precision on the original weights, for comparison with other runtimes.
+
+    Attributes:
+        reached: Sections of the experts that ran so far.
+    """
+
+    def __init__(
+        self, module: Module, packed: Mapping[int, PackedW4] | None = None, mode: Mode = "bits"
+    ) -> None:
+        """Prepare a module.
+
+        Args:
+            module: A valid module.
+            packed: Packed form of every W4 weight, by id; only mode `bits` needs it.
+            mode: Which arithmetic.
+
+        Raises:
+            ProgramError: The module is invalid.
+        """
+        validate_module(module)
+        self._module = module
+        self._numerics: Numerics = (
+            Bits(module.weights, dict(packed or {})) if mode == "bits" else Exact(module.weights)
+        )
+        self._programs = {program.name: program for program in module.programs}
+        self._params = {
+            program.name: [call_params(call) for call in program.calls]
+            for program in module.programs
+        }
+        self._constants = [
+            None
+            if weight.kind == "w4"
+            else np.atleast_2d(
+                weight.array.astype(np.int32 if weight.kind == "i32" else self._numerics.dtype)
+            )
+            for weight in module.weights
+        ]
+        self._cache = self._new_cache()
+        self._ran: set[int] = set()
+
+    @property
+    def reached(self) -> frozenset[str]:
+        """Sections of the experts that ran so far."""
+        return frozenset(self._module.weights[weight].section for weight in self._ran)
+
+    @property
+    def kv_length(self) -> int:
+        """Rows in the key/value cache."""
+        return 0 if self._cache is None else self._cache.length
+
+    @kv_length.setter
+    def kv_length(self, length: int) -> None:
+        """Forget every row from `length` on.
+
+        Raises:
+            NativeError: The cache holds fewer rows.
+        """
+        if not 0 <= length <= self.kv_length:
+            raise NativeError(f"cannot set the cache to {length} rows")
+        if self._cache is not None:
+            self._cache.length = length
+
+    def run(self, program: str, inputs: Mapping[str, Bytes]) -> Mapping[str, memoryview]:
+        """Run one program on raw little-endian rows by role, like the native plan.
+
+        Raises:
+            NativeError: As `compiler.contract.native.NativePlan.run`.
+        """
+        chosen = self._program(program, inputs)
+        arrays = {
+            role: np.frombuffer(
+                memoryview(inputs[role]).cast("B"), _DTYPES[self._buffer(at).dtype]
+            ).reshape(-1, self._buffer(at).cols)
+            for role, at in chosen.inputs.items()
+        }
+        results = self.run_arrays(program, arrays)
+        return {
+            role: memoryview(results[role].astype(_DTYPES[self._buffer(at).dtype]).tobytes())
+            for role, at in chosen.outputs.items()
+        }
+
+    def run_arrays(self, program: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Run one program on (rows, cols) arrays by role; results in the mode's precision.
+
+        Raises:
+            NativeError: As `compiler.contract.native.NativePlan.run`.
+        """
+        chosen = self._program(program, inputs)
+        values: dict[int, Array] = {}
+        tokens = 0
+        for role, at in chosen.inputs.items():
+            tokens = self._check_rows(role, self._buffer(at), inputs[role], tokens)
+            values[at] = self._received(inputs[role])
+        appended = self._appended(chosen, tokens)
+        with np.errstate(all="ignore"):
+            for call, params in zip(chosen.calls, self._params[program], strict=True):
+                self._execute(call, params, values)
+        if self._cache is not None:
+            self._cache.length += appended
+        return {role: values[at] for role, at in chosen.outputs.items()}
+
+    def _received(self, array: Array) -> Array:
+        is_float = np.issubdtype(array.dtype, np.floating)
+        return array.astype(self._numerics.dtype) if is_float else array
+
+    def _execute(
+        self, call: Call, params: Mapping[str, int | float], values: dict[int, Array]
+    ) -> None:
+        step = Step(
+            self._numerics,
+            tuple(None if at == ABSENT else values[at] for at in call.inputs),
+            tuple(None if at == ABSENT else self._constants[at] for at in call.weights),
+            call.weights,
+            params,
+            self._cache,
+            self._ran,
+        )
+        for at, result in zip(call.outputs, OPERATIONS[call.op](step), strict=True):
+            buffer = self._buffer(at)
+            values[at] = result.reshape(-1, buffer.cols)
+
+    def _program(self, name: str, inputs: Mapping[str, object]) -> Program:
+        if name not in self._programs:
+            raise NativeError(f"there is no program {name!r}")
+        program = self._programs[name]
+        if inputs.keys() != program.inputs.keys():
+            raise NativeError(f"inputs must be {sorted(program.inputs)}, not {sorted(inputs)}")
+        return program
+
+    def _buffer(self, at: int) -> Buffer:
+        return self._module.buffers[at]
+
+    def _check_rows(self, role: str, buffer: Buffer, array: Array, tokens: int) -> int:
+        rows = len(array)
+        if array.shape != (rows, buffer.cols) or rows < 1:
+            raise NativeError(f"input {role!r} of shape {array.shape} does not fit")
+        if not buffer.dynamic:
+            if rows != buffer.rows:
+                raise NativeError(f"input {role!r} has {rows} rows, not {buffer.rows}")
+            return tokens
+        if tokens not in (0, rows):
+            raise NativeError(f"input {role!r} of {rows} rows does not fit the others")
+        if rows > self._module.max_tokens:
+            raise TooManyTokensError(f"{rows} tokens, at most {self._module.max_tokens}")
+        return rows
+
+    def _appended(self, program: Program, tokens: int) -> int:
+        """Return the cache rows this run appends, after checking that there is room."""
+        rows = 0
+        for call, params in zip(program.calls, self._params[program.name], strict=True):
+            if params.get("kv_layer", -1) >= 0:
+                keys = self._buffer(call.inputs[1])
+                rows = tokens if keys.dynamic else keys.rows
+        if self._cache is not None and self._cache.length + rows > len(self._cache.keys[0]):
+            raise ContextFullError(f"{self._cache.length} rows and {rows} more do not fit")
+        return rows
+
+    def _new_cache(self) -> Cache | None:
+        kv = self._module.kv
+        if kv is None:
+            return None
+        shape = (kv.layers, kv.capacity, kv.heads * kv.head_dim)
+        dtype = self._numerics.dtype
+        return Cache(np.zeros(shape, dtype), np.zeros(shape, dtype))

@@ -1,0 +1,208 @@
+"""Two arithmetics for one set of operations.
+
+`Bits` does what the C kernels do, bit for bit: f32, eight-lane sums, our own exp, int8 activations
+against W4 weights. `Exact` does the same mathematics in f64 on the original weights.
+"""
+
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiler.contract.native import NotFiniteError
+from compiler.contract.operations import Act
+from compiler.kernels.constants import EXP, SMALLEST_AMAX
+from compiler.kernels.program import Weight
+from compiler.quant.w4 import PackedW4, integer_w4, unpack_w4
+
+Array = NDArray[Any]
+Floats = NDArray[Any]
+
+_LANES: Final = 8
+_F32: Final = np.float32
+_MOST_PRODUCTS: Final = 1 << 18
+
+
+class Numerics(Protocol):
+    """What the operations need of an arithmetic. Arrays are of its `dtype`."""
+
+    dtype: type[np.floating[Any]]
+
+    def exp(self, x: Floats) -> Floats:
+        """Return e^x."""
+
+    def total(self, x: Floats) -> Floats:
+        """Return sums over the last axis."""
+
+    def dot_rows(self, x: Floats, rows: Floats) -> Floats:
+        """Return (..., R, N) products of x (..., R, K) with rows (..., N, K)."""
+
+    def running_sum(self, weights: Floats, values: Floats) -> Floats:
+        """Return (..., R, D): sum over j of weights (..., R, J) * values (..., J, D)."""
+
+    def quantise(self, x: Floats) -> tuple[Floats, Floats]:
+        """Return x (R, K) as `linear` wants it, and a scale per row (R, 1)."""
+
+    def linear(self, x: Floats, scale: Floats, weight: int) -> Floats:
+        """Return (R, N) products of quantised rows with W4 weight number `weight`."""
+
+
+def act(numerics: Numerics, kind: int, x: Floats) -> Floats:
+    """Return x after activation `kind`."""
+    if kind == Act.RELU:
+        return relu(x)
+    if kind == Act.SILU:
+        return silu(numerics, x)
+    return x
+
+
+def relu(x: Floats) -> Floats:
+    """Return x where it is not negative, else +0; NaN stays."""
+    y: Floats = np.where(x < 0, np.zeros((), x.dtype), x)
+    return y
+
+
+def silu(numerics: Numerics, x: Floats) -> Floats:
+    """Return x / (1 + e^-x)."""
+    return np.asarray(x / (1 + numerics.exp(-x)))
+
+
+class Bits:
+    """f32 arithmetic with the bits of the C kernels."""
+
+    dtype: type[np.floating[Any]] = _F32
+
+    def __init__(self, weights: tuple[Weight, ...], packed: dict[int, PackedW4]) -> None:
+        self._integers: dict[int, Floats] = {}
+        self._rows: dict[int, Floats] = {}
+        for weight in weights:
+            if weight.kind == "w4":
+                matrix = unpack_w4(packed[weight.id])
+                self._integers[weight.id] = integer_w4(matrix).astype(np.float64).T
+                self._rows[weight.id] = matrix.grid.rows
+
+    def exp(self, x: Floats) -> Floats:
+        """Return e^x by the polynomial of the C kernels."""
+        under, over = x < _F32(EXP.low), x > _F32(EXP.high)
+        inside = np.where(under, _F32(EXP.low), np.where(over, _F32(EXP.high), x))
+        shifted = inside * _F32(EXP.log2e) + _F32(EXP.magic)
+        power = shifted.view(np.int32) - np.array(EXP.magic, _F32).view(np.int32)
+        whole = shifted - _F32(EXP.magic)
+        rest = inside - whole * _F32(EXP.ln2_high)
+        rest = rest - whole * _F32(EXP.ln2_low)
+        y = np.full_like(rest, EXP.polynomial[0])
+        for coefficient in EXP.polynomial[1:]:
+            y = y * rest + _F32(coefficient)
+        y = y * (rest * rest)
+        y = y + rest
+        y = y + _F32(1)
+        y = y * ((power + np.int32(127)) << np.int32(23)).view(_F32)
+        return np.where(over, _F32(np.inf), np.where(under, _F32(0), y))
+
+    def total(self, x: Floats) -> Floats:
+        """Return eight-lane sums over the last axis."""
+        blocks = _blocks(x)
+        lanes = np.zeros((*x.shape[:-1], _LANES), _F32)
+        for at in range(blocks.shape[-2]):
+            lanes += blocks[..., at, :]
+        return _tree(lanes)
+
+    def dot_rows(self, x: Floats, rows: Floats) -> Floats:
+        """Return eight-lane dot products of every row with every row."""
+        left, right = _blocks(x), _blocks(rows)
+        shape = np.broadcast_shapes(x.shape[:-2], rows.shape[:-2])
+        lanes = np.zeros((*shape, x.shape[-2], rows.shape[-2], _LANES), _F32)
+        for at in range(left.shape[-2]):
+            lanes += left[..., :, None, at, :] * right[..., None, :, at, :]
+        return _tree(lanes)
+
+    def running_sum(self, weights: Floats, values: Floats) -> Floats:
+        """Return sums over j in ascending order."""
+        shape = np.broadcast_shapes(weights.shape[:-2], values.shape[:-2])
+        total = np.zeros((*shape, weights.shape[-2], values.shape[-1]), _F32)
+        for at in range(weights.shape[-1]):
+            total += weights[..., at, None] * values[..., None, at, :]
+        return total
+
+    def quantise(self, x: Floats) -> tuple[Floats, Floats]:
+        """Return int8 values (as f64, so that BLAS sums them exactly) and row scales."""
+        widest = np.abs(x).max(axis=1, keepdims=True)
+        if not np.isfinite(widest).all():
+            raise NotFiniteError("an activation is infinite or NaN")
+        zero = widest < _F32(SMALLEST_AMAX)
+        safe = np.where(zero, _F32(1), widest)
+        inverse = np.where(zero, _F32(0), _F32(127) / safe)
+        scale = np.where(zero, _F32(0), safe / _F32(127))
+        return np.rint(x * inverse).astype(np.float64), scale
+
+    def linear(self, x: Floats, scale: Floats, weight: int) -> Floats:
+        """Return exact integer sums, times row scale and activation scale."""
+        sums = _small_products(x, self._integers[weight]).astype(_F32)
+        y: Floats = sums * (self._rows[weight] * scale)
+        return y
+
+
+class Exact:
+    """f64 arithmetic on the original weights."""
+
+    dtype: type[np.floating[Any]] = np.float64
+
+    def __init__(self, weights: tuple[Weight, ...]) -> None:
+        self._weights = {w.id: w.array.astype(np.float64).T for w in weights if w.kind == "w4"}
+
+    def exp(self, x: Floats) -> Floats:
+        """Return e^x."""
+        return np.asarray(np.exp(x))
+
+    def total(self, x: Floats) -> Floats:
+        """Return sums over the last axis."""
+        return np.asarray(x.sum(axis=-1))
+
+    def dot_rows(self, x: Floats, rows: Floats) -> Floats:
+        """Return the products of every row with every row."""
+        return np.asarray(x @ np.swapaxes(rows, -1, -2))
+
+    def running_sum(self, weights: Floats, values: Floats) -> Floats:
+        """Return weights @ values."""
+        return np.asarray(weights @ values)
+
+    def quantise(self, x: Floats) -> tuple[Floats, Floats]:
+        """Return x unchanged, scale 1."""
+        if not np.isfinite(x).all():
+            raise NotFiniteError("an activation is infinite or NaN")
+        return x, np.ones((len(x), 1))
+
+    def linear(self, x: Floats, scale: Floats, weight: int) -> Floats:
+        """Return the product with the original weight."""
+        return np.multiply(x @ self._weights[weight], scale)
+
+
+def _small_products(x: Floats, weight: Floats) -> Floats:
+    """Return x @ weight in pieces that BLAS does on the calling thread.
+
+    Waking its other threads costs more than these products take, many times more on a busy machine.
+    """
+    rows = len(x)
+    at_once = max(2, _MOST_PRODUCTS // weight.size)
+    if rows == 1:
+        x = np.repeat(x, 2, axis=0)
+    return np.concatenate([x[at : at + at_once] @ weight for at in range(0, len(x), at_once)])[
+        :rows
+    ]
+
+
+def _blocks(x: Floats) -> Floats:
+    """Return (..., n / 8, 8), zero padded."""
+    size = x.shape[-1]
+    if size % _LANES:
+        padded = np.zeros((*x.shape[:-1], -(-size // _LANES) * _LANES), x.dtype)
+        padded[..., :size] = x
+        x = padded
+    return x.reshape(*x.shape[:-1], -1, _LANES)
+
+
+def _tree(lanes: Floats) -> Floats:
+    """Return ((l0+l4) + (l2+l6)) + ((l1+l5) + (l3+l7))."""
+    four = lanes[..., :4] + lanes[..., 4:]
+    two = four[..., :2] + four[..., 2:]
+    return np.asarray(two[..., 0] + two[..., 1])

@@ -1,0 +1,353 @@
+"""What each operation computes, over numpy arrays, for either arithmetic.
+
+Every function takes a `Step` and returns its results in output order. Reductions, rounding and ties
+follow the C templates; see there for the equations.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiler.contract.native import BadIndexError, BadPositionError, BadTokenError
+from compiler.contract.operations import ExpertAct, NormKind, Op, RouteOrder, UnaryKind
+from compiler.simulator.numerics import Numerics, act, relu, silu
+
+Array = NDArray[Any]
+Results = tuple[Array, ...]
+
+
+@dataclass(slots=True)
+class Cache:
+    """Keys and values per layer (capacity, heads * head_dim), and how many rows are valid."""
+
+    keys: Array
+    values: Array
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call, its operands resolved.
+
+    Attributes:
+        inputs: Operand arrays (R, C), None where absent.
+        weights: Constant arrays as (rows, cols) in the arithmetic's dtype; None where absent.
+        weight_ids: Their numbers, for `Numerics.linear`.
+        cache: The key/value cache, if the module has one.
+        ran: Receives the numbers of the w_in weights of experts that ran.
+    """
+
+    numerics: Numerics
+    inputs: tuple[Array | None, ...]
+    weights: tuple[Array | None, ...]
+    weight_ids: tuple[int, ...]
+    params: Mapping[str, int | float]
+    cache: Cache | None = None
+    ran: set[int] = field(default_factory=set)
+
+    def source(self, at: int) -> Array:
+        """Return a present operand."""
+        found = self.inputs[at]
+        if found is None:
+            raise ValueError(f"operand {at} is absent")
+        return found
+
+    def constant(self, at: int) -> Array:
+        """Return a present constant."""
+        found = self.weights[at]
+        if found is None:
+            raise ValueError(f"constant {at} is absent")
+        return found
+
+    def maybe_source(self, at: int) -> Array | None:
+        """Return an operand or None."""
+        return self.inputs[at] if at < len(self.inputs) else None
+
+    def maybe_constant(self, at: int) -> Array | None:
+        """Return a constant or None."""
+        return self.weights[at] if at < len(self.weights) else None
+
+    def number(self, name: str) -> int:
+        """Return an integer parameter."""
+        return int(self.params[name])
+
+    def real(self, name: str) -> Any:  # noqa: ANN401 - a numpy scalar of the arithmetic
+        """Return a float parameter as it is stored (f32), in the arithmetic's dtype."""
+        return self.numerics.dtype(np.float32(self.params[name]))
+
+
+def _image_u8(s: Step) -> Results:
+    pixels = s.source(0).astype(s.numerics.dtype)
+    return (pixels / s.real("divide") - s.real("subtract"),)
+
+
+def _taken(index: Array, limit: int, error: type[Exception], what: str) -> Array:
+    rows = index[:, 0]
+    if ((rows < 0) | (rows >= limit)).any():
+        raise error(f"a {what} is outside [0, {limit})")
+    return rows
+
+
+def _embed(s: Step) -> Results:
+    table = s.constant(0)
+    return (table[_taken(s.source(0), len(table), BadTokenError, "token id")],)
+
+
+def _finish(s: Step, y: Array) -> Results:
+    bias, residual = s.maybe_constant(1), s.maybe_source(1)
+    if bias is not None:
+        y = y + bias
+    y = act(s.numerics, s.number("act"), y)
+    return (y if residual is None else residual + y,)
+
+
+def _linear(s: Step) -> Results:
+    x, scale = s.numerics.quantise(s.source(0))
+    return _finish(s, s.numerics.linear(x, scale, s.weight_ids[0]))
+
+
+def _linear_f32(s: Step) -> Results:
+    return _finish(s, s.numerics.dot_rows(s.source(0), s.constant(0)))
+
+
+def _norm(s: Step) -> Results:
+    x, gamma, beta = s.source(0), s.constant(0), s.maybe_constant(1)
+    one, size = s.numerics.dtype(1), s.numerics.dtype(x.shape[1])
+    if s.number("kind") == NormKind.LAYER:
+        x = x - (s.numerics.total(x) / size)[:, None]
+    inverse = one / np.sqrt(s.numerics.total(x * x) / size + s.real("eps"))
+    y = (x * inverse[:, None]) * gamma
+    return (y if beta is None else y + beta,)
+
+
+def _rope(s: Step) -> Results:
+    x, heads = s.source(0), s.number("heads")
+    rows = _taken(s.source(1), len(s.constant(0)), BadPositionError, "position")
+    cos, sin = s.constant(0)[rows][:, None, :], s.constant(1)[rows][:, None, :]
+    a, b = np.split(x.reshape(len(x), heads, -1), 2, axis=2)
+    y = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=2)
+    return (y.reshape(x.shape),)
+
+
+def _heads(x: Array, heads: int) -> Array:
+    """Return (heads, R, head_dim)."""
+    return x.reshape(len(x), heads, -1).transpose(1, 0, 2)
+
+
+def _softmax_terms(s: Step, scores: Array) -> tuple[Array, Array]:
+    """Return e^(x - max) and its sums (..., 1) over the last axis."""
+    terms = s.numerics.exp(scores - scores.max(axis=-1, keepdims=True))
+    return terms, s.numerics.total(terms)[..., None]
+
+
+def _attention(s: Step) -> Results:
+    q, k, v = s.source(0), s.source(1), s.source(2)
+    heads, layer = s.number("heads"), s.number("kv_layer")
+    groups = s.number("kv_heads") or heads
+    past = 0
+    if layer >= 0 and s.cache is not None:
+        past = s.cache.length
+        end = past + len(k)
+        s.cache.keys[layer, past:end], s.cache.values[layer, past:end] = k, v
+        k, v = s.cache.keys[layer, :end], s.cache.values[layer, :end]
+    share = heads // groups
+    keys, values = (_heads(part, groups).repeat(share, axis=0) for part in (k, v))
+    scores = s.numerics.dot_rows(_heads(q, heads), keys) * s.real("scale")
+    if layer >= 0 or s.number("causal"):
+        hidden = np.arange(len(k))[None, :] > past + np.arange(len(q))[:, None]
+        scores = np.where(hidden, s.numerics.dtype(-np.inf), scores)
+    terms, total = _softmax_terms(s, scores)
+    y = s.numerics.running_sum(terms, values) * (s.numerics.dtype(1) / total)
+    return (y.transpose(1, 0, 2).reshape(q.shape),)
+
+
+def _attention_row(s: Step) -> Results:
+    heads = s.number("heads")
+    row = s.source(0)[s.number("row")][None]
+    scores = s.numerics.dot_rows(_heads(row, heads), _heads(s.source(1), heads))
+    terms, total = _softmax_terms(s, scores[:, 0] * s.real("scale"))
+    y = np.zeros(terms.shape[1], s.numerics.dtype)
+    for head in terms / total:
+        y = y + head
+    return ((y / s.numerics.dtype(heads))[:, None],)
+
+
+def _best(scores: Array, k: int) -> Array:
+    """Return the positions of the k best along the last axis; ties to the lower, NaN last."""
+    order: Array = np.argsort(-scores, axis=-1, kind="stable")
+    return order[..., :k]
+
+
+def _prune(s: Step) -> Results:
+    x, first = s.source(0), s.number("score_offset")
+    kept = np.sort(_best(s.source(1)[first : first + len(x), 0], s.number("k")))
+    return x[kept], kept[:, None].astype(np.int32)
+
+
+def _conv2d(s: Step) -> Results:
+    kh, kw, stride, pad = (s.number(name) for name in ("kh", "kw", "stride", "pad"))
+    height, width = s.number("H"), s.number("W")
+    x, weight = s.source(0), s.constant(0)
+    depth, channels = x.shape[1], len(weight)
+    frame = np.zeros((height + 2 * pad, width + 2 * pad, depth), s.numerics.dtype)
+    frame[pad : pad + height, pad : pad + width] = x.reshape(height, width, depth)
+    out_h, out_w = (height + 2 * pad - kh) // stride + 1, (width + 2 * pad - kw) // stride + 1
+    total = np.zeros((out_h * out_w, channels), s.numerics.dtype)
+    taps = np.ascontiguousarray(weight.T)
+    for ky in range(kh):
+        for kx in range(kw):
+            seen = frame[ky : ky + out_h * stride : stride, kx : kx + out_w * stride : stride]
+            seen = seen[:out_h, :out_w].reshape(-1, depth)
+            for ci in range(depth):
+                total += seen[:, ci, None] * taps[(ky * kw + kx) * depth + ci]
+    bias = s.maybe_constant(1)
+    return (act(s.numerics, s.number("act"), total if bias is None else total + bias),)
+
+
+def _rows_concat(s: Step) -> Results:
+    constant = s.maybe_constant(0)
+    parts = [constant if part is None else part for part in (s.inputs[0], s.maybe_source(1))]
+    return (np.concatenate([part for part in parts if part is not None]),)
+
+
+def _rows_slice(s: Step) -> Results:
+    x, start, count = s.source(0), s.number("start"), s.number("count")
+    if start == -1:
+        return (x[-1:],)
+    return (x[start:] if count == -1 else x[start : start + count],)
+
+
+def _binary(operator: Callable[[Array, Array], Array]) -> Callable[[Step], Results]:
+    def run(s: Step) -> Results:
+        b = s.maybe_source(1)
+        y = operator(s.source(0), s.constant(0) if b is None else b)
+        return (act(s.numerics, s.number("act"), y),)
+
+    return run
+
+
+def _tanh(s: Step, x: Array) -> Array:
+    t = s.numerics.exp(np.abs(x) * s.numerics.dtype(-2))
+    return np.asarray(np.copysign((1 - t) / (1 + t), x))
+
+
+_UNARY: Final[Mapping[int, Callable[[Step, Array], Array]]] = MappingProxyType(
+    {
+        UnaryKind.RELU: lambda _, x: relu(x),
+        UnaryKind.SIGMOID: lambda s, x: 1 / (1 + s.numerics.exp(-x)),
+        UnaryKind.SILU: lambda s, x: silu(s.numerics, x),
+        UnaryKind.NEG: lambda _, x: -x,
+        UnaryKind.SQRT: lambda _, x: np.sqrt(x),
+        UnaryKind.RECIPROCAL: lambda _, x: 1 / x,
+        UnaryKind.EXP: lambda s, x: s.numerics.exp(x),
+        UnaryKind.TANH: _tanh,
+    }
+)
+
+
+def _unary(s: Step) -> Results:
+    return (_UNARY[s.number("kind")](s, s.source(0)),)
+
+
+def _softmax(s: Step) -> Results:
+    terms, total = _softmax_terms(s, s.source(0))
+    return (terms / total,)
+
+
+def _route(s: Step) -> Results:
+    k, order, bias = s.number("k"), s.number("order"), s.maybe_constant(1)
+    scores = s.numerics.dot_rows(s.source(0), s.constant(0))
+    if bias is not None:
+        scores = scores + bias
+    if order != RouteOrder.TOPK_SOFTMAX:
+        terms, total = _softmax_terms(s, scores)
+        scores = terms / total
+    index = _best(scores, k)
+    gate = np.take_along_axis(scores, index, axis=1)
+    if order == RouteOrder.TOPK_SOFTMAX:
+        gate = s.numerics.exp(gate - gate[:, :1])
+    if order != RouteOrder.SOFTMAX_TOPK:
+        total = np.zeros(len(gate), s.numerics.dtype)
+        for rank in range(k):
+            total = total + gate[:, rank]
+        gate = gate / total[:, None]
+    return index.astype(np.int32), gate
+
+
+def _experts(s: Step) -> Results:
+    x, index, gate = s.source(0), s.source(1), s.source(2)
+    experts = len(s.weight_ids) // 2
+    if ((index < 0) | (index >= experts)).any():
+        raise BadIndexError(f"an expert is outside [0, {experts})")
+    rows, scale = s.numerics.quantise(x)
+    y = np.zeros_like(x)
+    for expert in np.unique(index):
+        w_in, w_out = s.weight_ids[2 * expert], s.weight_ids[2 * expert + 1]
+        s.ran.add(w_in)
+        for slot in range(index.shape[1]):
+            at = np.flatnonzero(index[:, slot] == expert)
+            if not len(at):
+                continue
+            hidden = _hidden(s, s.numerics.linear(rows[at], scale[at], w_in))
+            out = s.numerics.linear(*s.numerics.quantise(hidden), w_out)
+            y[at] += gate[at, slot, None] * out
+    return (y,)
+
+
+def _hidden(s: Step, wide: Array) -> Array:
+    if s.number("act") == ExpertAct.RELU:
+        return relu(wide)
+    gate, up = np.split(wide, 2, axis=1)
+    return np.asarray(silu(s.numerics, gate) * up)
+
+
+def _argmax(s: Step) -> Results:
+    return (_best(s.source(0), 1).astype(np.int32),)
+
+
+def _gather_rows(s: Step) -> Results:
+    x = s.source(0)
+    return (x[_taken(s.source(1), len(x), BadIndexError, "row")],)
+
+
+def _cols_concat(s: Step) -> Results:
+    return (np.concatenate([s.source(at) for at in range(len(s.inputs))], axis=1),)
+
+
+def _cols_slice(s: Step) -> Results:
+    start = s.number("start")
+    return (s.source(0)[:, start : start + s.number("count")],)
+
+
+OPERATIONS: Final[Mapping[Op, Callable[[Step], Results]]] = MappingProxyType(
+    {
+        Op.IMAGE_U8: _image_u8,
+        Op.EMBED: _embed,
+        Op.LINEAR: _linear,
+        Op.LINEAR_F32: _linear_f32,
+        Op.NORM: _norm,
+        Op.ROPE: _rope,
+        Op.ATTENTION: _attention,
+        Op.ATTENTION_ROW: _attention_row,
+        Op.PRUNE: _prune,
+        Op.CONV2D: _conv2d,
+        Op.ROWS_CONCAT: _rows_concat,
+        Op.ROWS_SLICE: _rows_slice,
+        Op.ADD: _binary(np.add),
+        Op.MUL: _binary(np.multiply),
+        Op.SUB: _binary(np.subtract),
+        Op.DIV: _binary(np.divide),
+        Op.UNARY: _unary,
+        Op.SOFTMAX: _softmax,
+        Op.ROUTE: _route,
+        Op.EXPERTS: _experts,
+        Op.ARGMAX: _argmax,
+        Op.GATHER_ROWS: _gather_rows,
+        Op.COLS_CONCAT: _cols_concat,
+        Op.COLS_SLICE: _cols_slice,
+    }
+)
