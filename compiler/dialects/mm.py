@@ -52,22 +52,26 @@ class RopeOp(IRDLOperation):
 
 @irdl_op_definition
 class KvAppendOp(IRDLOperation):
-    """Append the rows of keys and values to cache layer `layer`; results are all P + R rows."""
+    """Append rows of keys and values (`heads` each) to cache layer `layer`.
+
+    Results are all P + R rows of the layer.
+    """
 
     name = "mm.kv_append"
     k = operand_def(TensorType)
     v = operand_def(TensorType)
     layer = prop_def(IntegerAttr)
+    heads = prop_def(IntegerAttr)
     keys = result_def(TensorType)
     values = result_def(TensorType)
 
-    def __init__(self, k: SSAValue, v: SSAValue, *, layer: int) -> None:
+    def __init__(self, k: SSAValue, v: SSAValue, *, layer: int, heads: int) -> None:
         shapes = [list(shape_of(value)) for value in (k, v)]
         for shape in shapes:
             shape[-2] = symbol_dim("P") + shape[-2]
         super().__init__(
             operands=[k, v],
-            properties={"layer": integer(layer)},
+            properties={"layer": integer(layer), "heads": integer(heads)},
             result_types=[tensor_type(dtype_of(k), shape) for shape in shapes],
         )
 
@@ -76,6 +80,8 @@ class KvAppendOp(IRDLOperation):
         require(shape_of(self.k)[-2] == shape_of(self.v)[-2], self, "rows of k and v differ")
         rows = symbol_dim("P") + shape_of(self.k)[-2]
         require(shape_of(self.keys)[-2] == rows, self, "result rows are not P + R")
+        divides = shape_of(self.k)[-1].constant % self.heads.value.data == 0
+        require(divides, self, "columns do not divide into heads")
 
 
 @irdl_op_definition

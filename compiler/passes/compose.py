@@ -1,0 +1,247 @@
+"""Compose component functions into the programs that a device runs.
+
+Before:
+    func.func @vision(image), @embed(token_ids), @decoder(embeds, positions)
+After:
+    func.func @see(image u8) -> (embeds, positions)       vision, splice, decoder for its cache
+    func.func @step(token_ids, positions) -> (logits, token, routing)    embed, decoder, argmax
+
+Family `graph` has one program, `forward`. In `see` the run-time length of the decoder becomes the
+number of kept tokens, and everything that only leads to logits is dead. In `step` logits and
+routing are those of the last row.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
+
+from xdsl.dialects.builtin import ModuleOp
+from xdsl.dialects.func import FuncOp, ReturnOp
+from xdsl.ir import Block, Operation, Region, SSAValue
+from xdsl.rewriter import Rewriter
+
+from compiler.analysis.movement import traces
+from compiler.dialects.dims import Dim, symbol_dim
+from compiler.dialects.mm import SpliceOp
+from compiler.dialects.movement import ConcatOp, ReshapeOp, SliceOp, TransposeOp
+from compiler.dialects.sp import ArgmaxOp, ImageOp
+from compiler.dialects.types import (
+    Tensor,
+    dtype_of,
+    encoding_of,
+    shape_of,
+    tensor_type,
+    type_of,
+    type_shape,
+)
+from compiler.errors import MalformedModelError
+from compiler.passes.base import PassContext, PassResult
+from compiler.passes.functions import (
+    arguments,
+    body,
+    function,
+    functions,
+    refresh_type,
+    results,
+    role_attributes,
+)
+from compiler.passes.pipeline_spec import FAMILY_GRAPH
+from compiler.passes.rewriting import erase_dead
+
+SEE: Final = "see"
+STEP: Final = "step"
+FORWARD: Final = "forward"
+
+
+@dataclass(frozen=True)
+class Compose:
+    """Replace component functions by programs."""
+
+    name: ClassVar[str] = "compose"
+
+    def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
+        """Build the programs of the family and erase the components.
+
+        Raises:
+            MalformedModelError: Components do not fit together.
+        """
+        components = functions(module)
+        if ctx.spec.family == FAMILY_GRAPH:
+            programs = [_forward(module)]
+        else:
+            programs = [_see(module, ctx), _step(module)]
+        for component in components:
+            module.body.block.erase_op(component)
+        module.body.block.add_ops(programs)
+        for program in programs:
+            erase_dead(program)
+        return PassResult(len(programs), tuple(p.sym_name.data for p in programs))
+
+
+@dataclass(slots=True)
+class _Program:
+    """A program under construction."""
+
+    name: str
+    block: Block = field(default_factory=Block)
+    inputs: list[str] = field(default_factory=list)
+
+    def argument(self, role: str, kind: Tensor) -> SSAValue:
+        self.inputs.append(role)
+        return self.block.insert_arg(kind, len(self.block.args))
+
+    def add(self, op: Operation) -> SSAValue:
+        self.block.add_op(op)
+        return op.results[0]
+
+    def inline(
+        self, component: FuncOp, given: Mapping[str, SSAValue], lengths: Mapping[str, Dim]
+    ) -> dict[str, SSAValue]:
+        """Append a component's body; return its results by role."""
+        mapping: dict[SSAValue, SSAValue] = {}
+        for role, argument in arguments(component):
+            if role in given:
+                _same_shape(component, role, argument, given[role], lengths)
+                mapping[argument] = given[role]
+            elif argument.first_use is not None:
+                raise MalformedModelError(
+                    f"{component.sym_name.data}: input of role {role} is used outside attention",
+                    hint="cache and mask inputs may only feed scaled dot-product attention",
+                )
+        for op in body(component).ops:
+            if not isinstance(op, ReturnOp):
+                copy = op.clone(mapping)
+                self.block.add_op(copy)
+                mapping.update(_with_lengths(op, copy, lengths))
+        return {role: mapping.get(value, value) for role, value in results(component)}
+
+    def finish(self, outputs: Sequence[tuple[str, SSAValue]]) -> FuncOp:
+        self.block.add_op(ReturnOp(*(value for _, value in outputs)))
+        func = FuncOp(
+            self.name,
+            (list(self.block.arg_types), [value.type for _, value in outputs]),
+            Region(self.block),
+            arg_attrs=role_attributes(self.inputs),
+            res_attrs=role_attributes([role for role, _ in outputs]),
+        )
+        refresh_type(func)
+        return func
+
+
+def _same_shape(
+    component: FuncOp, role: str, wanted: SSAValue, given: SSAValue, lengths: Mapping[str, Dim]
+) -> None:
+    shape = tuple(dim.substitute(lengths) for dim in shape_of(wanted))
+    if shape != shape_of(given) or dtype_of(wanted) != dtype_of(given):
+        raise MalformedModelError(
+            f"{component.sym_name.data}: input of role {role} is {wanted.type},"
+            f" the component before it makes {given.type}",
+            hint="embeds and positions must have the same width and type in all components",
+        )
+
+
+def _with_lengths(
+    old: Operation, new: Operation, lengths: Mapping[str, Dim]
+) -> dict[SSAValue, SSAValue]:
+    """Give the results of a clone their sizes in the program; return the mapping of results."""
+    mapping: dict[SSAValue, SSAValue] = {}
+    for at, result in enumerate(old.results):
+        kind = type_of(result)
+        shape = [dim.substitute(lengths) for dim in type_shape(kind)]
+        value: SSAValue = new.results[at]
+        if tuple(shape) != type_shape(kind):
+            sized = tensor_type(dtype_of(result), shape, encoding_of(result))
+            value = Rewriter.replace_value_with_new_type(value, sized)
+        mapping[result] = value
+    return mapping
+
+
+def _see(module: ModuleOp, ctx: PassContext) -> FuncOp:
+    image = ctx.spec.image
+    assert image is not None
+    program = _Program(SEE)
+    vision, decoder = function(module, "vision"), function(module, "decoder")
+    size = image.height * image.width * image.channels
+    pixels = program.argument("image", tensor_type("uint8", [1, size]))
+    rows = program.add(
+        ImageOp(
+            pixels,
+            image.height * image.width,
+            image.channels,
+            divide=image.divide,
+            subtract=image.subtract,
+        )
+    )
+    planes = program.add(TransposeOp(rows, [1, 0]))
+    shape = [Dim(1), Dim(image.channels), Dim(image.height), Dim(image.width)]
+    picture = program.add(ReshapeOp(planes, shape))
+    seen = program.inline(vision, {"image": picture}, {})
+    splice = SpliceOp(seen["embeds"], seen["positions"])
+    program.add(splice)
+    count = shape_of(seen["positions"])[-1]
+    given = {"embeds": splice.embeds, "positions": splice.positions}
+    program.inline(decoder, given, {"T": count})
+    return program.finish([("embeds", splice.embeds), ("positions", splice.positions)])
+
+
+def _step(module: ModuleOp) -> FuncOp:
+    program = _Program(STEP)
+    embed, decoder = function(module, "embed"), function(module, "decoder")
+    tokens = symbol_dim("T")
+    ids = program.argument("token_ids", type_of(_argument(embed, "token_ids")))
+    given: dict[str, SSAValue] = {}
+    if any(role == "positions" for role, _ in arguments(decoder)):
+        kind = type_of(_argument(decoder, "positions"))
+        given["positions"] = program.argument("positions", kind)
+    given.update(program.inline(embed, {"token_ids": ids}, {}))
+    made = program.inline(decoder, given, {})
+    logits = made["logits"]
+    rows, width = len(shape_of(logits)) - 2, shape_of(logits)[-1]
+    last = program.add(SliceOp(logits, rows, tokens + Dim(-1), Dim(1)))
+    last = program.add(ReshapeOp(last, [Dim(1), width]))
+    outputs = [("logits", last), ("token", program.add(ArgmaxOp(last)))]
+    if "routing" in made:
+        outputs.append(("routing", _last_routing(program, made["routing"])))
+    return program.finish(outputs)
+
+
+def _last_routing(program: _Program, routing: SSAValue) -> SSAValue:
+    """Return the expert ids of the last row, layer after layer, as (1, layers * k).
+
+    Raises:
+        MalformedModelError: The output is not the routers' indices stacked by layer.
+    """
+    layers: list[SSAValue] = []
+    for found in traces(routing):
+        layers = [leaf.value for leaf in found.leaves]
+        in_order = all(
+            (found.index.reshape(-1)[leaf.base : leaf.base + leaf.numbers().size]).tolist()
+            == leaf.numbers().reshape(-1).tolist()
+            for leaf in found.leaves
+        )
+        if not in_order:
+            raise MalformedModelError(
+                "decoder: output of role routing is not the layers' expert ids, one after the other"
+            )
+    lasts = []
+    for value in layers:
+        shape = shape_of(value)
+        axis = len(shape) - 2
+        last = program.add(SliceOp(value, axis, shape[axis] + Dim(-1), Dim(1)))
+        lasts.append(program.add(ReshapeOp(last, [Dim(1), shape[-1]])))
+    return lasts[0] if len(lasts) == 1 else program.add(ConcatOp(lasts, 1))
+
+
+def _forward(module: ModuleOp) -> FuncOp:
+    program = _Program(FORWARD)
+    model = function(module, "model")
+    x = program.argument("tensor", type_of(_argument(model, "tensor")))
+    made = program.inline(model, {"tensor": x}, {})
+    return program.finish([("tensor", made["tensor"])])
+
+
+def _argument(func: FuncOp, role: str) -> SSAValue:
+    found = [value for name, value in arguments(func) if name == role]
+    if not found:
+        raise MalformedModelError(f"{func.sym_name.data} has no input of role {role}")
+    return found[0]

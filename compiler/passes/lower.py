@@ -1,0 +1,158 @@
+"""Lower `hw.call` to the plan's records: buffers, weights, calls, programs.
+
+Before:
+    func.func @step(%0 : tensor<?x1xi32> {sp.role = "token_ids"}, ...) {
+      %1 = "hw.call"(%0, %w) <{op = "EMBED", ...}> : ... -> tensor<?x128xf32>
+After:
+    Program("step", (Call(Op.EMBED, inputs=(0,), outputs=(2,), weights=(0,), params={}), ...))
+
+Buffers and weights are numbered in order of first use, programs in order. A stack of expert
+matrices becomes one weight per expert, in section `expert.L<layer>.E<expert>`; layers are numbered
+by first use, so programs that share weights share sections.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from xdsl.dialects.builtin import ModuleOp
+from xdsl.dialects.func import FuncOp
+from xdsl.ir import SSAValue
+
+from compiler.analysis.constants import Array
+from compiler.dialects.dims import symbol_dim
+from compiler.dialects.hw import CallOp
+from compiler.dialects.sp import ConstantOp
+from compiler.dialects.types import dtype_of, shape_of
+from compiler.errors import UnsupportedOperatorError
+from compiler.kernels.program import (
+    ABSENT,
+    SHARED_SECTION,
+    Buffer,
+    Call,
+    KvCache,
+    Module,
+    Op,
+    Program,
+    Weight,
+    validate_module,
+)
+from compiler.passes.base import PassContext
+from compiler.passes.functions import arguments, body, functions, results
+
+DTYPES: Final = {"float32": "f32", "int32": "i32", "uint8": "u8"}
+
+
+@dataclass(slots=True)
+class _Lowering:
+    ctx: PassContext
+    buffers: list[Buffer] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
+    weight_ids: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    layers: dict[tuple[str, str], int] = field(default_factory=dict)
+    kv: KvCache | None = None
+
+    def program(self, func: FuncOp) -> Program:
+        ids: dict[SSAValue, int] = {}
+        inputs = {role: self._buffer(value, ids) for role, value in arguments(func)}
+        calls = [self._call(op, ids) for op in body(func).ops if isinstance(op, CallOp)]
+        outputs = {role: ids[value] for role, value in results(func)}
+        return Program(func.sym_name.data, tuple(calls), inputs, outputs)
+
+    def _buffer(self, value: SSAValue, ids: dict[SSAValue, int]) -> int:
+        rows, cols = shape_of(value)
+        dynamic = rows == symbol_dim("T")
+        if not dynamic and not rows.is_static:
+            raise UnsupportedOperatorError(
+                f"an intermediate result has {rows} rows",
+                hint="rows at run time must be exactly the token rows of the call",
+            )
+        count = self.ctx.spec.max_step_tokens if dynamic else rows.constant
+        ids[value] = len(self.buffers)
+        dtype = DTYPES[dtype_of(value)]
+        self.buffers.append(Buffer(len(self.buffers), count, dynamic, cols.constant, dtype))
+        return ids[value]
+
+    def _call(self, op: CallOp, ids: dict[SSAValue, int]) -> Call:
+        code = Op[op.op.data]
+        inputs = tuple(
+            ABSENT if slot < 0 else ids[op.arguments[int(slot)]] for slot in op.slots.get_values()
+        )
+        outputs = tuple(self._buffer(value, ids) for value in op.outputs)
+        if code is Op.ATTENTION:
+            self._note_cache(op)
+        return Call(code, inputs, outputs, self._weights(code, op), op.parameters())
+
+    def _weights(self, code: Op, op: CallOp) -> tuple[int, ...]:
+        if code is Op.EXPERTS:
+            return self._experts(op.weights)
+        kinds = ("w4", "f32") if code is Op.LINEAR else ("f32", "f32")
+        return tuple(
+            ABSENT if slot < 0 else self._shared(op.weights[int(slot)], kinds[at])
+            for at, slot in enumerate(op.weight_slots.get_values())
+        )
+
+    def _shared(self, value: SSAValue, kind: str) -> int:
+        digest, array = self._constant(value)
+        return self._weight(kind, digest, array, SHARED_SECTION)
+
+    def _experts(self, values: Sequence[SSAValue]) -> tuple[int, ...]:
+        (in_digest, w_in), (out_digest, w_out) = (self._constant(value) for value in values)
+        layer = self.layers.setdefault((in_digest, out_digest), len(self.layers))
+        ids = []
+        for expert in range(len(w_in)):
+            section = f"expert.L{layer}.E{expert}"
+            ids.append(self._weight("w4", f"in.{in_digest}", w_in[expert], section))
+            ids.append(self._weight("w4", f"out.{out_digest}", w_out[expert], section))
+        return tuple(ids)
+
+    def _constant(self, value: SSAValue) -> tuple[str, Array]:
+        assert isinstance(value.owner, ConstantOp)
+        array = self.ctx.constants.of(value.owner)
+        return value.owner.sha256.data, array.astype(np.float32, copy=False)
+
+    def _weight(self, kind: str, digest: str, array: Array, section: str) -> int:
+        key = (kind, digest, section)
+        if key not in self.weight_ids:
+            self.weight_ids[key] = len(self.weights)
+            stored = np.ascontiguousarray(array)
+            self.weights.append(Weight(len(self.weights), kind, stored, section))
+        return self.weight_ids[key]
+
+    def _note_cache(self, op: CallOp) -> None:
+        params = op.parameters()
+        layer = int(params["kv_layer"])
+        if layer < 0:
+            return
+        heads = int(params["kv_heads"])
+        head_dim = shape_of(op.arguments[1])[1].constant // heads
+        layers = max(layer + 1, self.kv.layers if self.kv is not None else 0)
+        cache = KvCache(layers, heads, head_dim, self.ctx.spec.max_context)
+        shared = (cache.heads, cache.head_dim)
+        if self.kv is not None and shared != (self.kv.heads, self.kv.head_dim):
+            raise UnsupportedOperatorError(
+                "attention layers have caches of different shapes",
+                hint="all cached layers must have the same number and size of key heads",
+            )
+        self.kv = cache
+
+
+def lower(module: ModuleOp, ctx: PassContext) -> Module:
+    """Return the lowered module of selected programs.
+
+    Raises:
+        UnsupportedOperatorError: Run-time rows are not the token rows, or caches differ in shape.
+        ProgramError: A pass produced calls that break the catalogue's rules.
+    """
+    lowering = _Lowering(ctx)
+    programs = tuple(lowering.program(func) for func in functions(module))
+    lowered = Module(
+        programs,
+        tuple(lowering.buffers),
+        tuple(lowering.weights),
+        lowering.kv,
+        ctx.spec.max_step_tokens,
+    )
+    validate_module(lowered)
+    return lowered

@@ -1,0 +1,106 @@
+"""The passes in the order in which they run. A pass is registered by standing in this list."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from xdsl.dialects.builtin import ModuleOp
+
+from compiler.dialects.text import print_module
+from compiler.kernels.program import Module
+from compiler.passes.base import ImportedPipeline, NodeNames, Pass, PassContext
+from compiler.passes.canonicalise import Canonicalise
+from compiler.passes.compose import Compose
+from compiler.passes.last_row import LastRow
+from compiler.passes.lower import lower
+from compiler.passes.propagate_zeros import PropagateZeros
+from compiler.passes.raise_attention import RaiseAttention
+from compiler.passes.raise_cache import RaiseCache
+from compiler.passes.raise_conv import RaiseConv
+from compiler.passes.raise_elementwise import RaiseElementwise
+from compiler.passes.raise_linear import RaiseLinear
+from compiler.passes.raise_moe_gather import RaiseMoeGather
+from compiler.passes.raise_moe_native import RaiseMoeNative
+from compiler.passes.raise_norm import RaiseNorm
+from compiler.passes.raise_prune import RaisePrune
+from compiler.passes.raise_rope import RaiseRope
+from compiler.passes.select_kernels import SelectKernels
+
+RAISING: Final[tuple[Pass, ...]] = (
+    Canonicalise(),
+    RaiseNorm(),
+    RaiseLinear(),
+    RaiseRope(),
+    RaiseMoeNative(),
+    RaiseMoeGather(),
+    RaiseAttention(),
+    RaiseCache(),
+    RaisePrune(),
+    RaiseConv(),
+    RaiseElementwise(),
+    Canonicalise(),
+)
+COMPOSING: Final[tuple[Pass, ...]] = (Compose(), LastRow(), Canonicalise(), PropagateZeros())
+SELECTING: Final[tuple[Pass, ...]] = (SelectKernels(),)
+
+STAGES: Final[Mapping[str, tuple[Pass, ...]]] = MappingProxyType(
+    {"imported": (), "raised": RAISING, "programs": COMPOSING, "kernels": SELECTING}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredPipeline:
+    """A submission ready for code generation.
+
+    Attributes:
+        module: Programs, buffers, weights, cache.
+        ir_text: Module text after each stage (`imported`, `raised`, `programs`, `kernels`).
+        notes: What the passes did, one line each.
+    """
+
+    module: Module
+    ir_text: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def lower_pipeline(imported: ImportedPipeline, *, verify: bool = True) -> LoweredPipeline:
+    """Run all passes on a copy of the imported module and lower it.
+
+    Args:
+        imported: What `compiler.frontend.import_pipeline` returned; it is not changed.
+        verify: Run the IR verifier after each pass.
+
+    Raises:
+        UnsupportedOperatorError: A node has no kernel where it stands; operator and node are named.
+        MalformedModelError: Components contradict each other or their roles.
+    """
+    module, ctx = _copy(imported)
+    notes = list(imported.notes)
+    texts: dict[str, str] = {}
+    for stage, passes in STAGES.items():
+        notes.extend(run_passes(module, ctx, passes, verify=verify))
+        texts[stage] = print_module(module)
+    return LoweredPipeline(lower(module, ctx), MappingProxyType(texts), tuple(notes))
+
+
+def run_passes(
+    module: ModuleOp, ctx: PassContext, passes: tuple[Pass, ...], *, verify: bool = True
+) -> list[str]:
+    """Run passes in order on `module`; return one note per pass."""
+    notes = []
+    for current in passes:
+        result = current.run(module, ctx)
+        if verify:
+            module.verify()
+        notes.append("; ".join((f"{current.name}: {result.changed}", *result.notes)))
+    return notes
+
+
+def _copy(imported: ImportedPipeline) -> tuple[ModuleOp, PassContext]:
+    module = imported.module.clone()
+    names = NodeNames()
+    for old, new in zip(imported.module.walk(), module.walk(), strict=True):
+        if old in imported.names.names:
+            names.names[new] = imported.names.names[old]
+    return module, PassContext(imported.spec, imported.constants, names)

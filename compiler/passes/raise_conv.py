@@ -1,0 +1,102 @@
+"""Raise convolutions of one image to `sp.conv2d` in HWC order, so that layout changes vanish.
+
+Before:
+    %1 = "sp.onnx"(%x, %w, %b) <{op = "Conv", ...}> : tensor<1x3x8x8xf32> -> tensor<1x16x4x4xf32>
+    %2 = "sp.onnx"(%1) <{op = "Relu"}>
+After:
+    %x' = x as (H*W, C);   %w' = w as (Co, kh*kw*Ci)
+    %y' = "sp.conv2d"(%x', %w', %b) <{geometry = array<i64: 8, 8, 3, 3, 2, 1>, act = "relu"}>
+    %2 = %y' as (1, Co, Ho, Wo)
+
+The two layout changes are movement; between convolutions, and before the usual "flatten and
+transpose to tokens", they cancel. Left out: groups, dilation, strides or padding that differ by
+axis, batches.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from xdsl.dialects.builtin import ModuleOp
+from xdsl.ir import Operation
+
+from compiler.dialects.dims import Dim
+from compiler.dialects.movement import ReshapeOp, TransposeOp
+from compiler.dialects.sp import Conv2dOp, OnnxOp
+from compiler.dialects.types import shape_of
+from compiler.passes.base import PassContext, PassResult
+from compiler.passes.functions import functions, operations
+from compiler.passes.match import attr, onnx, single_use
+from compiler.passes.rewriting import erase_dead, insert_before, replace
+
+
+@dataclass(frozen=True)
+class RaiseConv:
+    """Recognise plain 2-D convolutions and a ReLU behind them."""
+
+    name: ClassVar[str] = "raise-conv"
+
+    def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
+        """Rewrite every matching Conv."""
+        changed = sum(_raise(op, ctx) for op in operations(module))
+        for func in functions(module):
+            erase_dead(func)
+        return PassResult(changed)
+
+
+def _raise(op: Operation, ctx: PassContext) -> int:
+    if not isinstance(op, OnnxOp) or op.op.data != "Conv":
+        return 0
+    geometry = _geometry(op)
+    weight = ctx.constants.get(op.arguments[1])
+    third = op.operand_at(2)
+    bias = ctx.constants.get(third)
+    if geometry is None or weight is None or (third is not None and bias is None):
+        return 0
+    end, act = _with_relu(op)
+    filters = np.ascontiguousarray(weight.transpose(0, 2, 3, 1).reshape(weight.shape[0], -1))
+    channels = shape_of(op.arguments[0])[1]
+    pixels = Dim(geometry[0] * geometry[1])
+    planes = ReshapeOp(op.arguments[0], (channels, pixels))
+    rows = TransposeOp(planes.result, [1, 0])
+    constants = [ctx.constants.add(filters)]
+    if bias is not None:
+        constants.append(ctx.constants.add(bias))
+    conv = Conv2dOp(
+        rows.result,
+        constants[0].result,
+        constants[1].result if bias is not None else None,
+        geometry,
+        act=act,
+    )
+    back = TransposeOp(conv.result, [1, 0])
+    image = ReshapeOp(back.result, shape_of(end.results[0]))
+    insert_before(end, planes, rows, *constants, conv, back, image)
+    replace(end, [image.result])
+    return 1
+
+
+def _geometry(op: OnnxOp) -> tuple[int, ...] | None:
+    """Return H, W, kh, kw, stride, pad, or None if one number is not enough for each."""
+    shape = shape_of(op.arguments[0])
+    strides, dilations, pads = (attr(op, key) for key in ("strides", "dilations", "pads"))
+    if len(shape) != 4 or shape[0] != Dim(1) or attr(op, "group") != 1:
+        return None
+    if not all(isinstance(item, list) for item in (strides, dilations, pads)):
+        return None
+    assert isinstance(strides, list)
+    assert isinstance(pads, list)
+    if len(set(strides)) != 1 or len(set(pads)) != 1 or dilations != [1, 1]:
+        return None
+    kernel = shape_of(op.arguments[1])
+    height, width = shape[2].constant, shape[3].constant
+    return (height, width, kernel[2].constant, kernel[3].constant, strides[0], pads[0])
+
+
+def _with_relu(op: OnnxOp) -> tuple[OnnxOp, str]:
+    if single_use(op.outputs[0]):
+        (user,) = (use.operation for use in op.outputs[0].uses)
+        relu = onnx(user.results[0], "Relu") if user.results else None
+        if relu is not None:
+            return relu, "relu"
+    return op, "none"

@@ -1,0 +1,72 @@
+"""Raise the operators of domain `ai.sparsefleet` to `moe.route` and `moe.experts`.
+
+Before:
+    %i, %g = "sp.onnx"(%x, %w, %b, %lambda) <{op = "ai.sparsefleet::MoERouter", attrs = {k = 2}}>
+    %y = "sp.onnx"(%x, %i, %g, %w1, %w2) <{op = "ai.sparsefleet::MoEExpert"}>
+After:
+    %i, %g = "moe.route"(%x, %w, %b') <{k = 2, order = "topk_softmax"}>       (%b' = lambda * b)
+    %y = "moe.experts"(%x, %i, %g, %w1, %w2) <{act = "relu"}>
+
+MoERouter adds lambda times the bias to the logits, takes the k greatest and a softmax over them.
+A bias of zeros (lambda 0) is dropped. Weights, bias and lambda must be constants.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from xdsl.dialects.builtin import ModuleOp
+from xdsl.ir import Operation
+
+from compiler.dialects.moe import ExpertsOp, RouteOp
+from compiler.dialects.sp import OnnxOp
+from compiler.dialects.types import shape_of
+from compiler.passes.base import PassContext, PassResult
+from compiler.passes.functions import functions, operations
+from compiler.passes.match import attr
+from compiler.passes.rewriting import erase_dead, insert_before, swap
+
+
+@dataclass(frozen=True)
+class RaiseMoeNative:
+    """One-to-one raising of MoERouter and MoEExpert."""
+
+    name: ClassVar[str] = "raise-moe-native"
+
+    def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
+        """Rewrite every router and every expert layer with constant weights."""
+        changed = 0
+        for op in operations(module):
+            if isinstance(op, OnnxOp) and op.op.data == "ai.sparsefleet::MoERouter":
+                changed += _route(op, ctx)
+            elif isinstance(op, OnnxOp) and op.op.data == "ai.sparsefleet::MoEExpert":
+                changed += _experts(op, ctx)
+        for func in functions(module):
+            erase_dead(func)
+        return PassResult(changed)
+
+
+def _route(op: OnnxOp, ctx: PassContext) -> int:
+    x, weight, bias, factor = op.arguments
+    array, scale, k = ctx.constants.get(bias), ctx.constants.scalar(factor), attr(op, "k")
+    if ctx.constants.get(weight) is None or array is None or scale is None:
+        return 0
+    assert isinstance(k, int)
+    scaled = (array.reshape(-1) * np.float32(scale)).astype(np.float32)
+    new: list[Operation] = []
+    if scaled.any():
+        new.append(ctx.constants.add(scaled))
+    if not np.isfinite(scaled).all() or len(shape_of(weight)) != 2:
+        return 0
+    insert_before(op, *new)
+    swap(op, RouteOp(x, weight, new[0].results[0] if new else None, k=k, order="topk_softmax"))
+    return 1
+
+
+def _experts(op: OnnxOp, ctx: PassContext) -> int:
+    x, index, gate, w_in, w_out = op.arguments
+    arrays = (ctx.constants.get(w_in), ctx.constants.get(w_out))
+    if any(array is None or array.ndim != 3 for array in arrays):
+        return 0
+    swap(op, ExpertsOp(x, index, gate, w_in, w_out, act="relu"))
+    return 1

@@ -1,0 +1,74 @@
+"""Edits that passes share: insert, replace, erase what is dead, clone a movement chain."""
+
+from collections.abc import Mapping, Sequence
+
+from xdsl.dialects.func import FuncOp
+from xdsl.ir import Operation, SSAValue
+from xdsl.traits import Pure
+
+from compiler.dialects.dims import Dim
+from compiler.dialects.movement import MOVEMENT_OPS, ReshapeOp
+from compiler.dialects.types import shape_of
+from compiler.passes.functions import body
+
+
+def insert_before(anchor: Operation, *new: Operation) -> None:
+    """Insert operations in front of `anchor`."""
+    block = anchor.parent
+    assert block is not None
+    block.insert_ops_before(list(new), anchor)
+
+
+def replace(op: Operation, values: Sequence[SSAValue]) -> None:
+    """Let every user of `op` read `values` instead and erase it."""
+    for result, value in zip(op.results, values, strict=True):
+        result.replace_all_uses_with(value)
+    block = op.parent
+    assert block is not None
+    block.erase_op(op)
+
+
+def swap(op: Operation, new: Operation) -> None:
+    """Put `new` in the place of `op`; results correspond one to one."""
+    insert_before(op, new)
+    replace(op, list(new.results))
+
+
+def is_pure(op: Operation) -> bool:
+    """Return whether `op` has no effect but its results."""
+    return op.has_trait(Pure())
+
+
+def erase_dead(func: FuncOp) -> int:
+    """Erase pure operations whose results nobody reads; return how many."""
+    erased = 0
+    for op in reversed(list(body(func).ops)):
+        if is_pure(op) and all(result.first_use is None for result in op.results):
+            body(func).erase_op(op)
+            erased += 1
+    return erased
+
+
+def reshaped(value: SSAValue, shape: Sequence[Dim], anchor: Operation) -> SSAValue:
+    """Return `value` under another shape, inserting a reshape before `anchor` if it differs."""
+    if shape_of(value) == tuple(shape):
+        return value
+    op = ReshapeOp(value, shape)
+    insert_before(anchor, op)
+    return op.result
+
+
+def rebuild_chain(
+    value: SSAValue, replacements: Mapping[SSAValue, SSAValue], anchor: Operation
+) -> SSAValue:
+    """Clone the movement chain that ends in `value`, reading `replacements` at its leaves."""
+    if value in replacements:
+        return replacements[value]
+    owner = value.owner
+    if not isinstance(owner, MOVEMENT_OPS):
+        return value
+    operands = [rebuild_chain(operand, replacements, anchor) for operand in owner.operands]
+    copy = owner.clone()
+    copy.operands = operands
+    insert_before(anchor, copy)
+    return copy.results[0]

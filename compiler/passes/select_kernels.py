@@ -1,0 +1,104 @@
+"""Choose a catalogue kernel for every operation: `sp`, `moe`, `mm` to `hw.call` on matrices.
+
+Before:
+    %1 = "sp.norm"(%0, %g) <{kind = "rms", eps = 1e-05}> : (tensor<1x?x128xf32>, ...)
+    %2 = "sp.reshape"(%1) : ... -> tensor<?x128xf32>
+After:
+    %1 = "hw.call"(%0, %g) <{op = "NORM", params = {eps = ..., kind = 0}}> : (tensor<?x128xf32>)
+
+Views vanish: two tensors with the same flat order and the same last axis are one matrix. What no
+row of `kernel_rows.ROWS` takes is refused here, by operator and node name.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from xdsl.dialects.builtin import ModuleOp
+from xdsl.dialects.func import FuncOp, ReturnOp
+from xdsl.ir import BlockArgument, Operation, Region
+
+from compiler.dialects.hw import CallOp
+from compiler.dialects.mm import KvAppendOp
+from compiler.dialects.sp import ConstantOp, OnnxOp
+from compiler.dialects.types import Tensor, dtype_of, shape_of
+from compiler.passes.base import PassContext, PassResult
+from compiler.passes.functions import (
+    arguments,
+    body,
+    functions,
+    refresh_type,
+    results,
+    role_attributes,
+    roles,
+)
+from compiler.passes.kernel_rows import ROWS, append_only
+from compiler.passes.matrices import matrix_type
+from compiler.passes.selection import Selection, refuse
+
+COLUMN_ROLES: Final = frozenset({"token_ids", "positions"})
+
+
+@dataclass(frozen=True)
+class SelectKernels:
+    """Replace every operation by calls, or refuse it."""
+
+    name: ClassVar[str] = "select-kernels"
+
+    def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
+        """Select for every program.
+
+        Raises:
+            UnsupportedOperatorError: An operation has no kernel; the first imported one is named.
+        """
+        programs = functions(module)
+        for func in programs:
+            for op in body(func).ops:
+                if isinstance(op, OnnxOp):
+                    refuse(op, ctx, "no pass could map it to a kernel in this place")
+        selected = [_select(func, ctx) for func in programs]
+        for func in programs:
+            module.body.block.erase_op(func)
+        module.body.block.add_ops(selected)
+        calls = sum(isinstance(op, CallOp) for func in selected for op in body(func).ops)
+        return PassResult(calls, (f"{calls} kernel calls",))
+
+
+def _select(func: FuncOp, ctx: PassContext) -> FuncOp:
+    selection = Selection(ctx)
+    selection.current = func
+    for at, (role, argument) in enumerate(arguments(func)):
+        kind = _argument_type(role, argument, selection)
+        selection.matrices[argument] = selection.block.insert_arg(kind, at)
+    for op in body(func).ops:
+        selection.current = op
+        if not isinstance(op, ConstantOp | ReturnOp):
+            _map(op, selection)
+    for op in body(func).ops:
+        selection.current = op
+        if isinstance(op, KvAppendOp) and op.layer.value.data not in selection.cached:
+            append_only(op, selection)
+    outputs = [(role, selection.matrix(value)) for role, value in results(func)]
+    selection.block.add_op(ReturnOp(*(value for _, value in outputs if value is not None)))
+    program = FuncOp(
+        func.sym_name.data,
+        (list(selection.block.arg_types), [v.type for _, v in outputs if v is not None]),
+        Region(selection.block),
+        arg_attrs=role_attributes(roles(func.arg_attrs)),
+        res_attrs=role_attributes([role for role, _ in outputs]),
+    )
+    refresh_type(program)
+    return program
+
+
+def _argument_type(role: str, argument: BlockArgument, selection: Selection) -> Tensor:
+    if role in COLUMN_ROLES:
+        return matrix_type(dtype_of(argument), shape_of(argument)[-1], 1)
+    return selection.result_type(argument)
+
+
+def _map(op: Operation, selection: Selection) -> None:
+    row = ROWS.get(type(op))
+    if row is None:
+        selection.refuse("no kernel moves elements like this")
+    made = row(op, selection)
+    selection.matrices.update(zip(op.results, made, strict=False))

@@ -1,0 +1,114 @@
+"""The state of choosing kernels for one function, and how an operation is refused."""
+
+from dataclasses import dataclass, field
+from typing import Final, NoReturn
+
+from xdsl.ir import Block, Operation, SSAValue
+
+from compiler.analysis.constants import Array
+from compiler.dialects.hw import CallOp
+from compiler.dialects.sp import OnnxOp
+from compiler.dialects.types import Tensor, dtype_of, encoding_of, shape_of
+from compiler.errors import UnsupportedOperatorError
+from compiler.kernels.program import Op
+from compiler.passes.base import PassContext
+from compiler.passes.matrices import matrix_type, rows_of
+
+SUPPORTED: Final = (
+    "convolutions of one image",
+    "linear layers with constant weights (bias, ReLU, SiLU, residual)",
+    "layer and RMS normalisation over the last axis",
+    "scaled dot-product attention, causal with a key/value cache or unmasked",
+    "half-split rotary embedding",
+    "mixtures of experts (MoERouter and MoEExpert, or gathered expert matrices)",
+    "pruning by attention of one row (DynamicPrune)",
+    "table look-up, elementwise Add, Mul, Sub, Div, Relu, Sigmoid, Neg, Sqrt, Reciprocal, Exp,"
+    " Tanh, Softmax over the last axis, slices and joins of rows or columns",
+)
+
+
+@dataclass(slots=True)
+class Selection:
+    """Calls of one program under construction.
+
+    Attributes:
+        ctx: Constants and node names.
+        block: The new body.
+        matrices: For each tensor of the old body, the matrix that holds it.
+        current: The operation that is being mapped.
+        constants: Constants of the new body by content.
+        cached: Cache layers that a call already appends to.
+    """
+
+    ctx: PassContext
+    block: Block = field(default_factory=Block)
+    matrices: dict[SSAValue, SSAValue] = field(default_factory=dict)
+    current: Operation | None = None
+    constants: dict[str, SSAValue] = field(default_factory=dict)
+    cached: set[int] = field(default_factory=set)
+
+    def matrix(self, value: SSAValue | None) -> SSAValue | None:
+        """Return the matrix of a tensor; None for an absent operand."""
+        if value is None:
+            return None
+        if value not in self.matrices:
+            self.refuse("an operand is constant where a run-time matrix is expected")
+        return self.matrices[value]
+
+    def array(self, value: SSAValue | None) -> Array | None:
+        """Return the elements of a constant operand, None if it is absent or not constant."""
+        return self.ctx.constants.get(value)
+
+    def weight(self, array: Array | None) -> SSAValue | None:
+        """Return a constant operand of a call; None for an absent one."""
+        if array is None:
+            return None
+        op = self.ctx.constants.add(array)
+        key = op.sha256.data
+        if key not in self.constants:
+            self.block.add_op(op)
+            self.constants[key] = op.result
+        return self.constants[key]
+
+    def result_type(self, value: SSAValue) -> Tensor:
+        """Return the matrix type of a tensor."""
+        shape = shape_of(value)
+        rows = rows_of(shape)
+        if rows is None or not shape or not shape[-1].is_static:
+            self.refuse(f"{value.type} is not a matrix with fixed columns")
+        return matrix_type(dtype_of(value), rows, shape[-1].constant, encoding_of(value))
+
+    def column_type(self, value: SSAValue) -> Tensor:
+        """Return the type of one integer per row, for a tensor (..., rows)."""
+        return matrix_type(dtype_of(value), shape_of(value)[-1], 1)
+
+    def call(
+        self,
+        op: Op,
+        inputs: list[SSAValue | None],
+        weights: list[SSAValue | None],
+        params: dict[str, int | float],
+        results: list[Tensor],
+    ) -> list[SSAValue]:
+        """Append a call; trailing absent operands are left out."""
+        while inputs and inputs[-1] is None:
+            inputs.pop()
+        while weights and weights[-1] is None:
+            weights.pop()
+        call = CallOp(op.name, inputs, weights, params, results)
+        self.block.add_op(call)
+        return list(call.outputs)
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Refuse the current operation."""
+        assert self.current is not None
+        refuse(self.current, self.ctx, reason)
+
+
+def refuse(op: Operation, ctx: PassContext, reason: str) -> NoReturn:
+    """Raise `UnsupportedOperatorError` that names the operator and the node."""
+    kind = op.op.data if isinstance(op, OnnxOp) else op.name.split(".")[-1].capitalize()
+    raise UnsupportedOperatorError(
+        f"operator {kind} (node {ctx.names.of(op)}): {reason}",
+        hint="compiled are: " + "; ".join(SUPPORTED),
+    )
