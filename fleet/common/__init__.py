@@ -1,0 +1,1 @@
+"""What every layer of this app may use: no rows, no requests."""
