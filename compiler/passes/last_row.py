@@ -55,8 +55,8 @@ class LastRow:
         changed = 0
         while moved := sum(_move_up(op) for op in operations(module)):
             changed += moved
-        for func in functions(module):
-            erase_dead(func)
+            for func in functions(module):
+                erase_dead(func)
         return PassResult(changed)
 
 
@@ -113,7 +113,7 @@ def _through_view(op: SliceOp, view: ReshapeOp) -> int:
 
 
 def _sink(maker: Operation, names: tuple[str, ...], anchor: SliceOp) -> None:
-    """Replace the slices of `maker` by `maker` on slices of its row operands."""
+    """Replace `maker` and the slices of it by `maker` on slices of its row operands."""
     rows = shape_of(anchor.x)[-2]
     row_values = [getattr(maker, name) for name in names]
     copy = maker.clone()
@@ -129,6 +129,8 @@ def _sink(maker: Operation, names: tuple[str, ...], anchor: SliceOp) -> None:
         )
         for use in list(result.uses):
             replace(use.operation, [value])
+    assert maker.parent is not None
+    maker.parent.erase_op(maker)
 
 
 def _sliced(value: SSAValue, rows: Dim, anchor: Operation) -> SSAValue:
