@@ -62,6 +62,11 @@ class TrustFolder:
     disk: Disk
     folder: Path
 
+    @property
+    def is_pinned(self) -> bool:
+        """Return whether roots of trust were pinned before."""
+        return all((self.folder / name).exists() for name in (IMAGE_ROOT, DIRECTOR_ROOT))
+
     def pin(self, image_root: bytes, director_root: bytes) -> None:
         """Keep the roots of trust that enrolment handed out."""
         self.disk.make_dir(self.folder)

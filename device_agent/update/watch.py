@@ -1,12 +1,16 @@
 """Whether an update is still wanted, asked while it is being fetched."""
 
+import random
 from collections.abc import Callable
+from typing import Final
 
 from compiler.contract.protocol import PollAnswer
 from device_agent.clock import Clock
 from device_agent.errors import AgentError, CancelledError
 from device_agent.update.context import UpdateContext
 
+FIRST_RETRY_S: Final = 1.0
+MAX_RETRY_S: Final = 60.0
 Poll = Callable[[], PollAnswer]
 
 
@@ -26,6 +30,15 @@ class OfferWatch:
         """Note that somebody has just polled."""
         self._next = self._clock.monotonic() + self._interval_s(answer)
 
+    def failed(self, times: int) -> None:
+        """Note that the server could not be asked for the `times`-th time in a row."""
+        wait = min(MAX_RETRY_S, FIRST_RETRY_S * 2.0 ** min(times - 1, 16))
+        self._next = self._clock.monotonic() + wait * random.uniform(0.5, 1.0)  # noqa: S311
+
+    def wait_s(self) -> float:
+        """Return how long it is until the next poll, seconds."""
+        return max(0.0, self._next - self._clock.monotonic())
+
     def due(self) -> bool:
         """Return whether it is time to poll."""
         return self._clock.monotonic() >= self._next
@@ -43,7 +56,7 @@ class OfferWatch:
         except AgentError as error:
             if not error.retryable:
                 raise
-            self._next = self._clock.monotonic() + 1.0
+            self.failed(1)
             return
         self.answered(answer)
         if answer.offer is None or not context.is_for(answer.offer):

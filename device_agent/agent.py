@@ -1,0 +1,239 @@
+"""One agent: its folder, its parts, and how it starts.
+
+State folder:
+
+    identity/   device key, enrolment record        trust/    pinned roots, ngclient cache, floors
+    objects/    sections and manifests by digest    partial/  objects being written
+    slots/      which bundle runs                   journal   the update in progress
+    spool/      telemetry batches                   run/      lock and status, not durable
+"""
+
+import logging
+from collections.abc import Callable
+
+from device_agent.api import DeviceApi
+from device_agent.config import AgentConfig
+from device_agent.enrolment import Enroller, Enrolment, load_enrolment
+from device_agent.errors import AgentError, CrashLoopError, StateLostError
+from device_agent.http import HttpClient
+from device_agent.identity import DeviceKey
+from device_agent.machine import Facts, Step, StepResult, UpdateMachine, describe
+from device_agent.ports import Ports
+from device_agent.runtime.host import SessionHost
+from device_agent.states import State
+from device_agent.storage.floors import FloorStore
+from device_agent.storage.guard import FolderLock
+from device_agent.storage.journal import Journal
+from device_agent.storage.objects import ObjectStore
+from device_agent.storage.slots import Slots
+from device_agent.telemetry.counters import Counters
+from device_agent.telemetry.spool import Spool
+from device_agent.telemetry.upload import Uploader
+from device_agent.update.context import UpdateContext
+from device_agent.update.fetch import Fetcher
+from device_agent.update.install import InstallSteps
+from device_agent.update.loop import Poller, UpdateLoop
+from device_agent.update.probation import Probation
+from device_agent.update.switch import SwitchSteps, slot_fact
+from device_agent.update.verify import TrustFolder, Verifier
+
+log = logging.getLogger("device_agent")
+
+
+class Agent:
+    """Everything one device is, without its threads."""
+
+    def __init__(self, config: AgentConfig, ports: Ports | None = None) -> None:
+        """Take the state folder and read what is in it.
+
+        Raises:
+            StateBusyError: Another agent has it.
+            DiskError: It cannot be read.
+        """
+        self.config = config
+        self.ports = ports or Ports()
+        disk, clock, folder = self.ports.disk, self.ports.clock, config.state_dir
+        self._lock = FolderLock(disk, folder / "run" / "lock").acquire()
+        for name in ("slots", "trust"):
+            disk.make_dir(folder / name)
+        self.fingerprint = self.ports.fingerprint(config)
+        self.store = ObjectStore(
+            disk,
+            folder,
+            max_bytes=config.max_store_bytes,
+            reserve_bytes=config.reserve_bytes,
+        )
+        self.slots = Slots(disk, folder / "slots")
+        self.slots.load()
+        self.trust = TrustFolder(disk, folder / "trust")
+        self.floors = FloorStore(disk, folder / "trust")
+        self.http = HttpClient(config, clock, self.ports.transport)
+        self.key = DeviceKey.load_or_make(disk, folder / "identity")
+        self.api = DeviceApi(self.http, self.key, clock)
+        self.engine = self.ports.engine(self.store, config)
+        self.host = SessionHost()
+        self.counters = Counters()
+        self.spool = Spool(disk, folder / "spool", config.max_spool_batches)
+        self.uploader = Uploader(self.counters, self.spool, self.api.telemetry)
+        self.in_flight_s: Callable[[], float] = lambda: 0.0
+        self.probation = Probation(config, clock.monotonic, lambda: self.in_flight_s())
+        self.poller = Poller(self.api, self.host, self.counters, config, clock)
+        self._journal = Journal(disk, folder / "journal")
+        self.machine: UpdateMachine | None = None
+        self.loop: UpdateLoop | None = None
+
+    def enrolment(self) -> Enrolment:
+        """Return the enrolment record.
+
+        Raises:
+            NotEnrolledError: There is none.
+        """
+        return load_enrolment(self.ports.disk, self.config.state_dir / "identity")
+
+    def enrol(self, *, accept_state_loss: bool = False) -> Enrolment:
+        """Introduce this device to the server; see `Enroller.enrol`."""
+        folder = self.config.state_dir / "identity"
+        enroller = Enroller(self.config, self.ports.disk, folder, self.trust, self.floors)
+        return enroller.enrol(self.api, self.fingerprint, accept_state_loss=accept_state_loss)
+
+    def boot(self) -> UpdateLoop:
+        """Start the installed bundle, take up an interrupted update, and return the update loop.
+
+        A bundle on trial is counted before it is loaded, so that one that brings the agent down
+        each time is given up.
+
+        Raises:
+            NotEnrolledError: Enrol first.
+        """
+        machine = self._machine(self.enrolment())
+        self.machine, self.loop = machine, UpdateLoop(machine, self.poller, self.api)
+        if self.slots.was_damaged:
+            log.warning("the slot table is damaged; beginning without a bundle")
+        error = self._start_current()
+        context = machine.context
+        if context is not None:
+            machine.resume(slot_fact(self.slots, context.manifest_sha256), error)
+        if machine.state is State.ROLLING_BACK:
+            machine.advance()
+        elif self.slots.table.on_trial and machine.state is State.IDLE:
+            self._settle_orphan_trial()
+        return self.loop
+
+    def close(self) -> None:
+        """Stop answering and let the folder go."""
+        self.host.swap(None)
+        self._journal.close()
+        self.http.close()
+        self._lock.release()
+
+    def _start_current(self) -> AgentError | None:
+        """Load the bundle of the active slot; return why a trial has to be given up."""
+        table = self.slots.table
+        if table.current is None:
+            return None
+        if table.on_trial:
+            starts = self.slots.count_start()
+            if starts > self.config.activation_tries:
+                return CrashLoopError(f"{starts} starts without passing probation")
+        try:
+            self.host.swap(self.engine.start(table.current))
+        except AgentError as error:
+            log.warning("the bundle %s does not load: %s", table.current.version, describe(error))
+            if table.on_trial:
+                return error
+            self._fall_back()
+        return None
+
+    def _fall_back(self) -> None:
+        """Run the bundle before, if it ran here once and its epoch allows it."""
+        other = self.slots.table.other
+        try:
+            floor = self.floors.load().security_floor
+        except StateLostError:
+            return
+        if other is None or not other.committed or other.security_epoch < floor:
+            return
+        try:
+            answerer = self.engine.start(other)
+        except AgentError as error:
+            log.warning("the bundle before does not load either: %s", describe(error))
+            return
+        self.slots.revert()
+        self.host.swap(answerer)
+        log.warning("running %s again", other.version)
+
+    def _settle_orphan_trial(self) -> None:
+        """End a trial that no journal knows of: back to what is known to run, if there is such."""
+        other = self.slots.table.other
+        if other is not None and other.committed:
+            answerer = self.engine.start(other)
+            self.slots.revert()
+            self.host.swap(answerer)
+        else:
+            self.slots.commit()
+
+    def _machine(self, enrolment: Enrolment) -> UpdateMachine:
+        install, switch = self._install_steps(enrolment), self._switch_steps()
+        steps: dict[State, Step] = {
+            State.VERIFYING: install.verify,
+            State.DOWNLOADING: install.download,
+            State.APPLYING: install.apply,
+            State.STAGING: install.stage,
+            State.ACTIVATING: switch.activate,
+            State.PROBATION: switch.probation,
+            State.COMMITTING: switch.commit,
+            State.ROLLING_BACK: switch.roll_back,
+            State.CLEANING: switch.clean,
+        }
+        facts = Facts(
+            running_sha256=lambda: self.host.manifest_sha256,
+            fetched_bytes=install.fetched_bytes,
+            release_space=lambda _context: self.store.drop_partials(),
+        )
+        watched = {state: self._watched(state, step) for state, step in steps.items()}
+        return UpdateMachine(self._journal, watched, facts)
+
+    def _install_steps(self, enrolment: Enrolment) -> InstallSteps:
+        clock = self.ports.clock
+        verifier = Verifier(
+            api=self.api,
+            http=self.http,
+            config=self.config,
+            tuf_path=enrolment.tuf_path,
+            trust=self.trust,
+            floors=self.floors,
+            fingerprint=lambda: self.fingerprint,
+            clock=clock,
+        )
+        return InstallSteps(
+            config=self.config,
+            clock=clock,
+            disk=self.ports.disk,
+            store=self.store,
+            slots=self.slots,
+            verifier=verifier,
+            fetcher=Fetcher(self.api, self.store, self.config, clock),
+            require_wanted=self.poller.watch.require_wanted,
+        )
+
+    def _switch_steps(self) -> SwitchSteps:
+        return SwitchSteps(
+            config=self.config,
+            store=self.store,
+            slots=self.slots,
+            floors=self.floors,
+            engine=self.engine,
+            host=self.host,
+            probation_watch=self.probation,
+        )
+
+    def _watched(self, state: State, step: Step) -> Step:
+        checkpoint = self.ports.checkpoint
+
+        def run(context: UpdateContext) -> StepResult | None:
+            checkpoint(f"{state.value}:before")
+            result = step(context)
+            checkpoint(f"{state.value}:after")
+            return result
+
+        return run

@@ -1,0 +1,51 @@
+"""What an agent touches the world with; tests and simulators put their own in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import httpx
+
+from compiler.contract.fingerprint import Fingerprint
+from device_agent.clock import Clock, SystemClock
+from device_agent.config import AgentConfig
+from device_agent.probe.linux import probe
+from device_agent.runtime.engine import Engine, NativeEngine
+from device_agent.storage.disk import Disk
+from device_agent.storage.objects import ObjectStore
+
+EngineFactory = Callable[[ObjectStore, AgentConfig], Engine]
+Checkpoint = Callable[[str], None]
+
+
+def native_engine(store: ObjectStore, config: AgentConfig) -> Engine:
+    """Return the engine that runs native code."""
+    return NativeEngine(
+        store, config.state_dir, config.self_test_timeout_s, config.answer_timeout_s
+    )
+
+
+def probe_this_machine(config: AgentConfig) -> Fingerprint:
+    """Return the fingerprint of this machine, limited as configured."""
+    return probe(device_class=config.device_class, isa_limit=config.isa_limit)
+
+
+def no_checkpoint(_name: str) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The ports of one agent.
+
+    Attributes:
+        transport: Of the HTTP client; None = the network.
+        checkpoint: Called with a name before and after every step of an update, so that a test can
+            end the process there.
+    """
+
+    clock: Clock = field(default_factory=SystemClock)
+    disk: Disk = field(default_factory=Disk)
+    transport: httpx.BaseTransport | None = None
+    engine: EngineFactory = native_engine
+    fingerprint: Callable[[AgentConfig], Fingerprint] = probe_this_machine
+    checkpoint: Checkpoint = no_checkpoint
