@@ -1,0 +1,310 @@
+"""Every operation, on every instruction set of this machine: native bits equal the simulator's."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from compiler.kernels.program import (
+    Act,
+    ExpertAct,
+    KvCache,
+    Module,
+    NormKind,
+    Op,
+    RouteOrder,
+    UnaryKind,
+)
+from tests.factories.kernels import Case, native_targets, raw
+from tests.factories.modules import single_call
+
+Ports = list[tuple[int | None, int, str]]
+Weights = list[tuple[str, np.ndarray] | None]
+RANDOM = np.random.default_rng(7)
+MAX_TOKENS = 8
+
+
+def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+    return (scale * RANDOM.standard_normal(shape)).astype(np.float32)
+
+
+def f32(*shape: int) -> tuple[str, np.ndarray]:
+    return ("f32", normal(*shape))
+
+
+def w4(n: int, k: int) -> tuple[str, np.ndarray]:
+    return ("w4", normal(n, k, scale=k**-0.5))
+
+
+@dataclass
+class OpCase:
+    """One call and how to fill its inputs."""
+
+    name: str
+    op: Op
+    inputs: Ports
+    outputs: Ports
+    weights: Weights = field(default_factory=list)
+    params: Mapping[str, float] = field(default_factory=dict)
+    kv: KvCache | None = None
+    fill: Mapping[int, Callable[[int, int], np.ndarray]] = field(default_factory=dict)
+
+    def module(self) -> Module:
+        return single_call(
+            self.op,
+            self.inputs,
+            self.outputs,
+            self.weights,
+            self.params,
+            kv=self.kv,
+            max_tokens=MAX_TOKENS,
+        )
+
+    def values(self, tokens: int, seed: int) -> dict[str, np.ndarray]:
+        random = np.random.default_rng(seed)
+        found = {}
+        for at, (rows, cols, dtype) in enumerate(self.inputs):
+            count = tokens if rows is None else rows
+            if not cols:
+                continue
+            if at in self.fill:
+                found[f"x{at}"] = self.fill[at](count, cols)
+            elif dtype == "u8":
+                found[f"x{at}"] = random.integers(0, 256, (count, cols), np.uint8)
+            else:
+                found[f"x{at}"] = random.standard_normal((count, cols)).astype(np.float32)
+        return found
+
+
+def indices(limit: int) -> Callable[[int, int], np.ndarray]:
+    def fill(rows: int, cols: int) -> np.ndarray:
+        draws = [RANDOM.permutation(limit)[:cols] for _ in range(rows)]
+        return np.asarray(draws, np.int32)
+
+    return fill
+
+
+def linear(
+    n: int, k: int, *, act: Act = Act.NONE, bias: bool = False, residual: bool = False,
+    op: Op = Op.LINEAR,
+) -> OpCase:  # fmt: skip
+    weight = w4(n, k) if op is Op.LINEAR else f32(n, k)
+    return OpCase(
+        f"{op.name}-{n}x{k}-{act.name}{'-bias' * bias}{'-residual' * residual}",
+        op,
+        [(None, k, "f32"), (None, n if residual else 0, "f32")],
+        [(None, n, "f32")],
+        [weight, f32(n) if bias else None],
+        {"act": act},
+    )
+
+
+def attention(
+    width: int, heads: int, *, groups: int = 0, layer: int = -1, causal: int = 0
+) -> OpCase:
+    kv_width = width // heads * (groups or heads)
+    return OpCase(
+        f"ATTENTION-{width}-{heads}-{groups}-{layer}-{causal}",
+        Op.ATTENTION,
+        [(None, width, "f32"), (None, kv_width, "f32"), (None, kv_width, "f32")],
+        [(None, width, "f32")],
+        [],
+        {
+            "heads": heads,
+            "scale": (width // heads) ** -0.5,
+            "kv_layer": layer,
+            "kv_heads": groups,
+            "causal": causal,
+        },
+        KvCache(2, groups or heads, width // heads, 40) if layer >= 0 else None,
+    )
+
+
+def conv(side: int, depth: int, channels: int, kernel: int, stride: int, pad: int) -> OpCase:
+    out = (side + 2 * pad - kernel) // stride + 1
+    height = side + 2
+    out_h = (height + 2 * pad - kernel) // stride + 1
+    return OpCase(
+        f"CONV2D-{side}-{depth}-{channels}-{kernel}-{stride}-{pad}",
+        Op.CONV2D,
+        [(height * side, depth, "f32")],
+        [(out * out_h, channels, "f32")],
+        [f32(channels, kernel * kernel * depth), f32(channels)],
+        {
+            "kh": kernel, "kw": kernel, "stride": stride, "pad": pad,
+            "act": Act.RELU, "H": height, "W": side,
+        },
+    )  # fmt: skip
+
+
+def route(width: int, experts: int, k: int, order: RouteOrder, *, bias: bool = False) -> OpCase:
+    return OpCase(
+        f"ROUTE-{experts}-{k}-{order.name}{'-bias' * bias}",
+        Op.ROUTE,
+        [(None, width, "f32")],
+        [(None, k, "i32"), (None, k, "f32")],
+        [f32(experts, width), f32(experts) if bias else None],
+        {"k": k, "order": order},
+    )
+
+
+def experts(width: int, hidden: int, count: int, k: int, act: ExpertAct) -> OpCase:
+    wide = hidden * (2 if act is ExpertAct.SWIGLU else 1)
+    weights: Weights = []
+    for _ in range(count):
+        weights += [w4(wide, width), w4(width, hidden)]
+    return OpCase(
+        f"EXPERTS-{width}-{hidden}-{count}-{k}-{act.name}",
+        Op.EXPERTS,
+        [(None, width, "f32"), (None, k, "i32"), (None, k, "f32")],
+        [(None, width, "f32")],
+        weights,
+        {"act": act},
+        fill={1: indices(count)},
+    )
+
+
+def binary(op: Op, b_rows: int | None, b_cols: int, *, constant: bool = False) -> OpCase:
+    second = (b_rows, 0 if constant else b_cols, "f32")
+    weight = [f32(*((b_rows or 1), b_cols))] if constant else []
+    rows = 3 if constant and (b_rows or 0) > 1 else None
+    return OpCase(
+        f"{op.name}-{b_rows}-{b_cols}{'-constant' * constant}",
+        op,
+        [(rows, 21, "f32"), second],
+        [(rows, 21, "f32")],
+        weight,
+        {"act": Act.SILU if op is Op.MUL else Act.NONE},
+    )
+
+
+def norm(width: int, kind: NormKind) -> OpCase:
+    beta = f32(width) if kind is NormKind.LAYER else None
+    return OpCase(
+        f"NORM-{width}-{kind.name}",
+        Op.NORM,
+        [(None, width, "f32")],
+        [(None, width, "f32")],
+        [f32(width), beta],
+        {"kind": kind, "eps": 1e-5},
+    )
+
+
+def rope(width: int, heads: int) -> OpCase:
+    half = width // heads // 2
+    return OpCase(
+        f"ROPE-{width}-{heads}",
+        Op.ROPE,
+        [(None, width, "f32"), (None, 1, "i32")],
+        [(None, width, "f32")],
+        [f32(30, half), f32(30, half)],
+        {"heads": heads},
+        fill={1: lambda rows, _: RANDOM.integers(0, 30, (rows, 1)).astype(np.int32)},
+    )
+
+
+def unary(kind: UnaryKind) -> OpCase:
+    def fill(rows: int, cols: int) -> np.ndarray:
+        values = normal(rows, cols, scale=25.0)
+        return np.abs(values) + np.float32(1e-3) if kind is UnaryKind.SQRT else values
+
+    ports: Ports = [(None, 19, "f32")]
+    return OpCase(f"UNARY-{kind.name}", Op.UNARY, ports, ports, [], {"kind": kind}, fill={0: fill})
+
+
+def softmax(cols: int) -> OpCase:
+    ports: Ports = [(None, cols, "f32")]
+    return OpCase(f"SOFTMAX-{cols}", Op.SOFTMAX, ports, ports)
+
+
+def moves() -> list[OpCase]:
+    wide, f = (None, 9, "f32"), "f32"
+    return [
+        OpCase("IMAGE_U8", Op.IMAGE_U8, [(1, 60, "u8")], [(20, 3, f)], [],
+               {"divide": 127.5, "subtract": 1.0}),
+        OpCase("EMBED", Op.EMBED, [(None, 1, "i32")], [wide], [f32(11, 9)], fill={0: indices(11)}),
+        OpCase("ROWS_CONCAT", Op.ROWS_CONCAT, [(2, 9, f), (3, 9, f)], [(5, 9, f)], [None]),
+        OpCase("ROWS_CONCAT-first", Op.ROWS_CONCAT, [(2, 0, f), (3, 9, f)], [(4, 9, f)],
+               [f32(1, 9)]),
+        OpCase("ROWS_CONCAT-second", Op.ROWS_CONCAT, [(2, 9, f), (2, 0, f)], [(5, 9, f)],
+               [f32(3, 9)]),
+        OpCase("ROWS_SLICE-last", Op.ROWS_SLICE, [wide], [(1, 9, f)], [],
+               {"start": -1, "count": 1}),
+        OpCase("ROWS_SLICE-end", Op.ROWS_SLICE, [(7, 9, f)], [(5, 9, f)], [],
+               {"start": 2, "count": -1}),
+        OpCase("ROWS_SLICE-middle", Op.ROWS_SLICE, [(7, 9, f)], [(3, 9, f)], [],
+               {"start": 1, "count": 3}),
+        OpCase("GATHER_ROWS", Op.GATHER_ROWS, [(7, 9, f), (4, 1, "i32")], [(4, 9, f)], [],
+               fill={1: indices(7)}),
+        OpCase("COLS_CONCAT", Op.COLS_CONCAT, [wide, (None, 2, f), (None, 1, f)], [(None, 12, f)]),
+        OpCase("COLS_SLICE", Op.COLS_SLICE, [wide], [(None, 4, f)], [], {"start": 3, "count": 4}),
+        OpCase("ARGMAX", Op.ARGMAX, [(1, 37, f)], [(1, 1, "i32")]),
+        OpCase("ARGMAX-ties", Op.ARGMAX, [(1, 37, f)], [(1, 1, "i32")],
+               fill={0: lambda r, c: np.float32(np.arange(r * c) % 5)[None]}),
+        OpCase("PRUNE", Op.PRUNE, [(11, 9, f), (13, 1, f)], [(5, 9, f), (5, 1, "i32")], [],
+               {"k": 5, "score_offset": 1}),
+        OpCase("PRUNE-ties", Op.PRUNE, [(11, 9, f), (12, 1, f)], [(5, 9, f), (5, 1, "i32")], [],
+               {"k": 5, "score_offset": 1},
+               fill={1: lambda r, _: np.float32(np.arange(r) % 3)[:, None]}),
+        OpCase("ATTENTION_ROW", Op.ATTENTION_ROW, [(13, 36, f), (13, 36, f)], [(13, 1, f)], [],
+               {"heads": 3, "scale": 0.3, "row": 2}),
+    ]  # fmt: skip
+
+
+CASES = [
+    *(linear(n, k) for n, k in ((1, 1), (16, 32), (17, 33), (24, 8), (96, 128), (50, 500))),
+    linear(40, 72, act=Act.RELU, bias=True),
+    linear(40, 72, act=Act.SILU, bias=True, residual=True),
+    linear(33, 72, residual=True),
+    *(linear(n, k, op=Op.LINEAR_F32) for n, k in ((1, 1), (7, 9), (16, 64))),
+    linear(13, 24, op=Op.LINEAR_F32, act=Act.SILU, bias=True, residual=True),
+    *(norm(width, kind) for width in (1, 7, 8, 48, 129) for kind in NormKind),
+    rope(16, 1), rope(36, 3), rope(10, 5),
+    attention(32, 4), attention(33, 3), attention(20, 2, causal=1), attention(70, 1),
+    attention(64, 4, layer=1), attention(48, 4, groups=2, layer=0), attention(36, 6, groups=1),
+    conv(9, 1, 8, 3, 2, 1), conv(8, 3, 13, 3, 1, 1), conv(11, 5, 24, 5, 2, 0),
+    conv(6, 16, 32, 1, 1, 0),
+    *(route(20, 7, k, order) for k in (1, 2, 7) for order in RouteOrder),
+    route(33, 16, 2, RouteOrder.TOPK_SOFTMAX, bias=True),
+    *(experts(w, h, 5, 2, act) for w, h in ((16, 32), (40, 23)) for act in ExpertAct),
+    experts(32, 48, 3, 1, ExpertAct.RELU), experts(24, 16, 6, 6, ExpertAct.SWIGLU),
+    *(binary(op, None, 21) for op in (Op.ADD, Op.MUL, Op.SUB, Op.DIV)),
+    binary(Op.MUL, None, 1), binary(Op.ADD, 1, 21), binary(Op.SUB, 1, 1),
+    binary(Op.ADD, 1, 21, constant=True), binary(Op.MUL, 1, 1, constant=True),
+    binary(Op.ADD, 3, 21, constant=True), binary(Op.DIV, 3, 1, constant=True),
+    *(unary(kind) for kind in UnaryKind),
+    *(softmax(cols) for cols in (1, 7, 8, 50)),
+    *moves(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", native_targets())
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_gives_the_bits_of_the_simulator(case: OpCase, target: str) -> None:
+    built = Case.of(case.module())
+    simulator = built.simulator()
+    with built.native(target) as plan:
+        for run, tokens in enumerate((1, 5, MAX_TOKENS)):
+            values = case.values(tokens, run)
+            expected = raw(simulator.run("run", values))
+            assert raw(plan.run("run", values)) == expected
+            assert all(np.isfinite(np.frombuffer(v, "<f4")).all() for v in expected.values())
+            assert plan.kv_length == simulator.kv_length
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_stays_near_the_mathematics(case: OpCase) -> None:
+    built = Case.of(case.module())
+    values = case.values(5, 3)
+    got = built.simulator().run_arrays("run", values)
+    exact = built.exact().run_arrays("run", values)
+    for role, array in got.items():
+        difference = np.abs(array.astype(np.float64) - exact[role]).max()
+        size = np.abs(exact[role]).max() + 1e-3
+        quantised = case.op in (Op.LINEAR, Op.EXPERTS)
+        assert difference <= size * (0.35 if quantised else 2e-5)
+
+
+def test_it_covers_every_operation() -> None:
+    assert {case.op for case in CASES} == set(Op)
