@@ -6,7 +6,7 @@ Pure; printed to `docs/states/` by `manage.py states_print`.
 from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 
 class VersionState(StrEnum):
@@ -132,11 +132,3 @@ BUILD_WORKING: Final = frozenset(
     {BuildState.LEASED, BuildState.COMPILING, BuildState.VERIFYING, BuildState.SIGNING}
 )
 DELTA_FINAL: Final = frozenset({DeltaState.READY, DeltaState.TOO_LARGE, DeltaState.FAILED})
-
-TABLES: Final[Mapping[str, Mapping[Any, StrEnum]]] = MappingProxyType(
-    {
-        "version": VERSION_TRANSITIONS,
-        "build-job": BUILD_TRANSITIONS,
-        "delta": DELTA_TRANSITIONS,
-    }
-)

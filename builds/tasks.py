@@ -1,13 +1,38 @@
-"""Celery tasks of this app: each says "look at row N" or "look at everything"."""
+"""Celery tasks of this app: each says "look at row N" or "look at everything".
+
+Losing any of these messages is harmless: the tick looks again, and beat sends the next tick.
+"""
 
 from celery import shared_task
+from django.conf import settings
 
 from builds.common.enqueue import Task
+from builds.compile_runner.deltas import delta_run_one
+from builds.compile_runner.run import build_run_one
+from builds.services.upkeep import everything_due
+
+# The runner stops the compiler itself; this only ends a runner that hangs. Messages of work that
+# takes longer than the broker's visibility timeout come again and find the lease taken.
+TIME_LIMIT_S = int(settings.SPARSEFLEET.build_time_limit_s) + 300
 
 
-@shared_task(name=Task.BUILD_RUN.value)
+@shared_task(name=Task.BUILDS_TICK.value, time_limit=TIME_LIMIT_S)
+def tick() -> None:
+    """Free dead leases, ring the queue, renew metadata; do one job here if the queue is deaf."""
+    due = everything_due()
+    if due.build_id is not None:
+        build_run_one(due.build_id)
+    if due.delta_id is not None:
+        delta_run_one(due.delta_id)
+
+
+@shared_task(name=Task.BUILD_RUN.value, time_limit=TIME_LIMIT_S)
 def build_run(job_id: int) -> None:
     """Run one build job, if nobody else does."""
-    from builds.compile_runner import build_run_one
-
     build_run_one(job_id)
+
+
+@shared_task(name=Task.DELTA_BUILD.value, time_limit=TIME_LIMIT_S)
+def delta_build(delta_id: int) -> None:
+    """Make one delta, if nobody else does."""
+    delta_run_one(delta_id)

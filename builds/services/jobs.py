@@ -212,7 +212,7 @@ def build_owned(*, job: BuildJob, owner: str) -> None:
 @transaction.atomic
 def version_read(*, job: BuildJob) -> None:
     """Note that the compiler could read the submission of this job."""
-    version_accept(version=job.version, actor=job.lease_owner)
+    version_accept(version_id=job.version_id, actor=job.lease_owner)
 
 
 @transaction.atomic

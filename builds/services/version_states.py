@@ -9,8 +9,9 @@ from builds.states import VERSION_TRANSITIONS, VersionEvent, VersionState
 
 
 @transaction.atomic
-def version_accept(*, version: ModelVersion, actor: str) -> None:
+def version_accept(*, version_id: int, actor: str) -> None:
     """Note that the compiler could read the version; a second call changes nothing."""
+    version = ModelVersion.objects.select_for_update().get(pk=version_id)
     if version.state != VersionState.SUBMITTED.value:
         return
     apply_transition(

@@ -1,0 +1,119 @@
+"""The child: one job from stdin, the compiler or the delta codec, files into a folder.
+
+`python -m builds.compile_runner.child`. Knows no Django and no database.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+from builds.compile_runner.protocol import (
+    DELTA_NAME,
+    EXIT_REPORTED,
+    REPORT_NAME,
+    Event,
+    Failure,
+    Log,
+    Progress,
+    encode,
+)
+from compiler.contract.errors import ContractError
+from compiler.contract.manifest import ReleaseManifest
+from compiler.contract.planes import Plane
+from compiler.errors import CompilerError
+
+Say = Callable[[Event], None]
+BSDIFF4_LIMIT_BYTES: Final = 64 << 20
+
+
+def main(stdin: TextIO, stdout: TextIO) -> int:
+    """Do the job on `stdin`; return the exit status."""
+
+    def say(event: Event) -> None:
+        stdout.write(encode(event) + "\n")
+        stdout.flush()
+
+    try:
+        job = json.load(stdin)
+        _JOBS[job["do"]](job, say)
+    except CompilerError as error:
+        say(Failure(error.code, str(error), error.hint, error.retryable))
+    except ContractError as error:
+        say(Failure("build.app.contract", f"{error.code}: {error}", error.hint, retryable=False))
+    except MemoryError:
+        say(Failure("build.app.memory", "out of memory", "give the worker more", retryable=True))
+    except Exception as error:  # noqa: BLE001 -- the last line of defence: report, then leave
+        say(Log("error", traceback.format_exc()))
+        say(Failure("build.app.crash", f"{type(error).__name__}: {error}", "", retryable=False))
+    else:
+        return 0
+    return EXIT_REPORTED
+
+
+def _compile(job: Mapping[str, Any], say: Say) -> None:
+    from compiler.driver.bundle_files import read_bundle, write_bundle
+    from compiler.driver.compile import compile_model
+    from compiler.driver.options import CompileOptions
+
+    base = read_bundle(Path(job["base"])) if job["base"] else None
+    options = CompileOptions(
+        target=job["target"],
+        model=job["model"],
+        version=job["version"],
+        release_seq=job["release_seq"],
+        security_epoch=job["security_epoch"],
+        cache_dir=Path(job["cache"]) if job["cache"] else None,
+        base_sections=base[1] if base else None,
+        base_planes=_planes(base[0]) if base else None,
+        progress=lambda stage, fraction: say(Progress(stage, fraction)),
+    )
+    write_bundle(compile_model(Path(job["submission"]), options), Path(job["out"]))
+
+
+def _delta(job: Mapping[str, Any], say: Say) -> None:
+    from compiler.delta import SectionBytes, encode_delta
+    from compiler.delta.compare import bsdiff4_size
+    from compiler.driver.bundle_files import read_bundle
+
+    def read(folder: Path) -> dict[str, SectionBytes]:
+        manifest, sections = read_bundle(folder)
+        planes = _planes(manifest)
+        return {name: SectionBytes(data, planes[name]) for name, data in sections.items()}
+
+    say(Progress("read", 0.0))
+    old, new = read(Path(job["base"])), read(Path(job["new"]))
+    say(Progress("encode", 0.1))
+    delta = encode_delta(old, new)
+    say(Progress("compare", 0.7))
+    old_bytes = sum(len(section.data) for section in old.values())
+    peer = bsdiff4_size(old, new) if old_bytes <= BSDIFF4_LIMIT_BYTES else None
+    report = {
+        "bsdiff4_bytes": peer,
+        "full_bytes": sum(row.new_length for row in delta.report.sections),
+        "overhead_bytes": delta.report.overhead_bytes,
+        "changed_codes": delta.report.changed_codes,
+        "total_codes": delta.report.total_codes,
+        "sections": [
+            {name: getattr(row, name) for name in row.__slots__} for row in delta.report.sections
+        ],
+    }
+    out = Path(job["out"])
+    out.mkdir(parents=True, exist_ok=True)
+    (out / DELTA_NAME).write_bytes(delta.data)
+    (out / REPORT_NAME).write_text(json.dumps(report), encoding="utf-8")
+
+
+def _planes(manifest: ReleaseManifest) -> dict[str, tuple[Plane, ...]]:
+    return {section.component: section.planes for section in manifest.sections}
+
+
+_JOBS: Final[Mapping[str, Callable[[Mapping[str, Any], Say], None]]] = {
+    "compile": _compile,
+    "delta": _delta,
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.stdin, sys.stdout))

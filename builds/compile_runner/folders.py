@@ -1,0 +1,67 @@
+"""The folder of one run: the submission, the base bundle, and room for the output."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from django.conf import settings
+
+from builds.compile_runner.protocol import MANIFEST_NAME, SECTIONS_NAME
+from builds.models import Bundle, ModelVersion
+from builds.storage import blob_store
+
+
+@contextlib.contextmanager
+def run_folder(prefix: str) -> Iterator[Path]:
+    """Yield a private folder that is gone afterwards."""
+    parent = settings.SPARSEFLEET.state_dir / "work"
+    parent.mkdir(parents=True, exist_ok=True)
+    path = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def cache_folder() -> Path:
+    """Return the folder of stage results that builds share; losing it costs only time."""
+    path: Path = settings.SPARSEFLEET.state_dir / "cache" / "compiler"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def lay_out_submission(version: ModelVersion, folder: Path) -> Path:
+    """Put the files of a submission into `folder` under their names.
+
+    Raises:
+        NotFoundError: A blob is gone.
+    """
+    folder.mkdir(parents=True)
+    for item in version.files:
+        _place(item["sha256"], folder / item["name"])
+    return folder
+
+
+def lay_out_bundle(bundle: Bundle, folder: Path) -> Path:
+    """Put the manifest and the sections of a bundle into `folder`.
+
+    Raises:
+        NotFoundError: A blob is gone.
+    """
+    (folder / SECTIONS_NAME).mkdir(parents=True)
+    (folder / MANIFEST_NAME).write_bytes(bundle.manifest_bytes)
+    for section in bundle.sections.all():
+        _place(section.sha256, folder / SECTIONS_NAME / section.component)
+    return folder
+
+
+def _place(sha256: str, path: Path) -> None:
+    store = blob_store()
+    store.size(sha256)
+    try:
+        path.symlink_to(store.path(sha256))
+    except OSError:
+        with store.open(sha256) as source, path.open("wb") as copy:
+            shutil.copyfileobj(source, copy)

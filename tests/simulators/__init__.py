@@ -1,0 +1,1 @@
+"""Stand-ins that speak the production ports and protocols: a release server, a disk, an engine."""

@@ -1,0 +1,98 @@
+"""Toy bundles: small, with the sections of a real one, run by `tests.simulators.engine`."""
+
+import json
+import random
+from dataclasses import dataclass, field
+
+from compiler.contract.canonical import sha256_hex
+from compiler.contract.manifest import ReleaseManifest, Requirements, Section, target_path
+from compiler.contract.planes import Plane
+from compiler.delta import EncodeOptions, SectionBytes, encode_delta
+
+CODES = 4096
+SCALES = 256
+
+
+@dataclass(frozen=True)
+class ToyBundle:
+    """A release manifest and its sections."""
+
+    manifest: ReleaseManifest
+    sections: dict[str, SectionBytes]
+
+    @property
+    def manifest_bytes(self) -> bytes:
+        return self.manifest.to_bytes()
+
+    @property
+    def sha256(self) -> str:
+        return self.manifest.sha256
+
+    @property
+    def path(self) -> str:
+        return target_path(self.manifest.model, self.manifest.release_seq, self.manifest.target)
+
+    @property
+    def blobs(self) -> dict[str, bytes]:
+        return {section.sha256: section.data for section in self.sections.values()}
+
+
+@dataclass(frozen=True)
+class ToySpec:
+    """What a toy bundle is made of.
+
+    `behaviour` goes into the pipeline section and tells the toy engine how to act, see there.
+    """
+
+    version: str = "1"
+    release_seq: int = 1
+    seed: int = 1
+    changed: int = 0
+    experts: int = 2
+    model: str = "toy"
+    target: str = "x86-64-v1"
+    security_epoch: int = 0
+    plan_abi: int = 1
+    requires: Requirements = field(default_factory=lambda: Requirements(1, 1))
+    behaviour: dict[str, object] = field(default_factory=dict)
+
+
+def toy_bundle(spec: ToySpec) -> ToyBundle:
+    """Return the bundle of `spec`; the same spec gives the same bytes."""
+    names = ["weights.shared", *(f"expert.L0.E{expert}" for expert in range(spec.experts))]
+    sections = {name: _weights(f"{spec.seed}/{name}", spec) for name in names}
+    sections["plan"] = SectionBytes(f"plan of {spec.version}".encode() * 8)
+    sections["kernels"] = SectionBytes(b"kernels" * 64)
+    sections["selftest"] = SectionBytes(b"vectors" * 16)
+    sections["pipeline"] = SectionBytes(
+        json.dumps({"version": spec.version, **spec.behaviour}, sort_keys=True).encode()
+    )
+    manifest = ReleaseManifest(
+        model=spec.model,
+        version=spec.version,
+        release_seq=spec.release_seq,
+        security_epoch=spec.security_epoch,
+        target=spec.target,
+        plan_abi=spec.plan_abi,
+        requires=spec.requires,
+        verified_on="host",
+        sections=tuple(
+            Section(name, len(item.data), item.sha256, item.planes)
+            for name, item in sorted(sections.items())
+        ),
+        provenance_sha256=sha256_hex(b"toy"),
+    )
+    return ToyBundle(manifest, sections)
+
+
+def toy_delta(old: ToyBundle, new: ToyBundle) -> bytes:
+    """Return the delta from one toy bundle to another."""
+    options = EncodeOptions(try_bsdiff4=False)
+    return encode_delta(old.sections, new.sections, options).data
+
+
+def _weights(name: str, spec: ToySpec) -> SectionBytes:
+    data = bytearray(random.Random(name).randbytes(CODES + SCALES))
+    for position in random.Random(f"{name}/{spec.changed}").sample(range(CODES), spec.changed):
+        data[position] ^= 0x11
+    return SectionBytes(bytes(data), (Plane("codes4", 0, CODES), Plane("scales8", CODES, SCALES)))
