@@ -202,6 +202,7 @@ class Agent:
             tuf_path=enrolment.tuf_path,
             trust=self.trust,
             floors=self.floors,
+            known_manifest=self.store.known_bytes,
             fingerprint=lambda: self.fingerprint,
             clock=clock,
         )

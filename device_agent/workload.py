@@ -45,11 +45,21 @@ class AnswerLoop:
         self._observers = observers
         self._monotonic = monotonic
         self._asked_at: float | None = None
+        self._asked: object = None
+        self._replaced = threading.Event()
 
     def in_flight_s(self) -> float:
         """Return how long the answer in progress has taken, seconds; 0 for none."""
         asked_at = self._asked_at
         return 0.0 if asked_at is None else self._monotonic() - asked_at
+
+    def leave(self) -> None:
+        """End as soon as the answer in progress does: another loop has taken over."""
+        self._replaced.set()
+
+    def is_left_behind(self) -> bool:
+        """Return whether the answer in progress belongs to a bundle that was replaced."""
+        return self._asked_at is not None and self._asked is not self._host.seat
 
     def ask_once(self) -> bool:
         """Ask the next question that the bundle understands; return whether there was one."""
@@ -59,6 +69,7 @@ class AnswerLoop:
                 break
         else:
             return False
+        self._asked = self._host.seat
         self._asked_at = self._monotonic()
         try:
             record = self._host.answer(question)
@@ -73,7 +84,7 @@ class AnswerLoop:
     def run(self, stop: threading.Event) -> None:
         """Ask until `stop` is set."""
         due = self._monotonic()
-        while not stop.is_set():
+        while not (stop.is_set() or self._replaced.is_set()):
             if not self._host.manifest_sha256 or not self.ask_once():
                 stop.wait(IDLE_S)
                 due = self._monotonic()

@@ -32,6 +32,11 @@ class SessionHost:
         self._close_wait_s = close_wait_s
 
     @property
+    def seat(self) -> object:
+        """Return what stays the same until the next swap."""
+        return self._seat
+
+    @property
     def manifest_sha256(self) -> str:
         """Return the running bundle, or an empty string."""
         answerer = self._seat.answerer

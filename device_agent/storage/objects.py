@@ -143,6 +143,15 @@ class ObjectStore:
             raise BundleError(f"object {sha256[:16]} is damaged and was dropped")
         return view
 
+    def known_bytes(self, sha256: str, size_bytes: int) -> bytes | None:
+        """Return a small object if it is here and whole, else None."""
+        if not self.has(sha256, size_bytes):
+            return None
+        try:
+            return bytes(self.read_verified(sha256, size_bytes))
+        except BundleError:
+            return None
+
     def forget(self, sha256: str) -> None:
         """Remove an object and what is left of writing it."""
         self._disk.remove(self.path(sha256))

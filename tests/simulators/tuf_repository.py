@@ -49,7 +49,7 @@ def target_file(path: str, data: bytes, custom: object = None) -> TargetFile:
 
 
 class ImageRepository:
-    """Release manifests under TUF; `files` is what an HTTP server would serve below `/tuf/image/`."""
+    """Release manifests under TUF; `files` is what is served below `/tuf/image/`."""
 
     def __init__(self, bin_bits: int = BIN_BITS) -> None:
         self.root_keys = keys(3)

@@ -1,0 +1,123 @@
+"""Command line of the device agent: enrol, run, status, ask, farm."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from compiler.contract.errors import ContractError
+from device_agent.agent import Agent
+from device_agent.asking import ask
+from device_agent.config import ISA_LEVELS, AgentConfig, load_config
+from device_agent.errors import AgentError
+from device_agent.farm import farm_configs, run_agents, stop_on_signal
+from device_agent.ports import Ports
+from device_agent.status import read_status
+from device_agent.ui import EXIT_OK, failure, result, set_up_log
+
+_SETTINGS: Final = (
+    ("server_url", "where the platform is"),
+    ("state_dir", "folder of this agent"),
+    ("claim", "claim token, for enrolment"),
+    ("claim_file", "file with the claim token"),
+    ("serial", "serial number"),
+    ("name", "name shown to people"),
+    ("model", "model that the device runs"),
+    ("device_class", "declared class: phone, pc, car ..."),
+    ("evaluation", "evaluation set whose questions are asked"),
+    ("questions_per_s", "how many questions per second"),
+    ("poll_s", "seconds between polls; 0 = as the server says"),
+    ("probation_s", "seconds that a new bundle is on probation"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status."""
+    options = _parser().parse_args(arguments)
+    set_up_log(verbose=options.verbose)
+    command: Callable[[AgentConfig, argparse.Namespace], int] = options.command
+    try:
+        overrides = {name: getattr(options, name, None) for name, _ in _SETTINGS}
+        overrides["isa_limit"] = getattr(options, "isa_limit", None)
+        return command(load_config(options.config, overrides), options)
+    except (AgentError, ContractError) as error:
+        return failure(error)
+    except KeyboardInterrupt:
+        return EXIT_OK
+
+
+def _enrol(config: AgentConfig, options: argparse.Namespace) -> int:
+    agent = Agent(config)
+    try:
+        enrolment = agent.enrol(accept_state_loss=options.accept_state_loss)
+    finally:
+        agent.close()
+    result(f"{enrolment.device_id} {enrolment.state}")
+    return EXIT_OK
+
+
+def _run(config: AgentConfig, _options: argparse.Namespace) -> int:
+    with stop_on_signal() as stop:
+        run_agents([config], Ports(), stop)
+    return EXIT_OK
+
+
+def _farm(config: AgentConfig, options: argparse.Namespace) -> int:
+    limits = options.isa_limits.split(",")
+    with stop_on_signal() as stop:
+        run_agents(farm_configs(config, options.count, limits), Ports(), stop)
+    return EXIT_OK
+
+
+def _status(config: AgentConfig, options: argparse.Namespace) -> int:
+    status = read_status(config)
+    result(status.to_json() if options.json else status.to_text())
+    return EXIT_OK
+
+
+def _ask(config: AgentConfig, options: argparse.Namespace) -> int:
+    for line in ask(config, options.image, options.card, options.prompt, tuple(options.words)):
+        result(line)
+    return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--config", type=Path, help="TOML file")
+    common.add_argument("--verbose", action="store_true", help="log more, to stderr")
+    for name, help_text in _SETTINGS:
+        common.add_argument(f"--{name.replace('_', '-')}", dest=name, help=help_text)
+    common.add_argument(
+        "--isa-limit", choices=ISA_LEVELS[1:], help="report nothing above this ISA level"
+    )
+    parser = argparse.ArgumentParser(
+        prog="python -m device_agent",
+        description="Device agent of Sparsefleet. Settings: TOML, SPARSEFLEET_AGENT_*, options.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    enrol = commands.add_parser("enrol", parents=[common], help="introduce this device once")
+    enrol.add_argument("--accept-state-loss", action="store_true", help="begin with new floors")
+    enrol.set_defaults(command=_enrol)
+    run = commands.add_parser("run", parents=[common], help="run until stopped; enrols if needed")
+    run.set_defaults(command=_run)
+    status = commands.add_parser("status", parents=[common], help="what this device runs and does")
+    status.add_argument("--json", action="store_true", help="for machines")
+    status.set_defaults(command=_status)
+    question = commands.add_parser("ask", parents=[common], help="ask the running bundle")
+    question.add_argument("--image", type=Path, help="picture: .npy (uint8) or .pgm")
+    question.add_argument("--card", type=int, help="ask all questions of a card of --evaluation")
+    question.add_argument("--prompt", default="question", help="prompt around the words")
+    question.add_argument("words", nargs="*", help="words of the question")
+    question.set_defaults(command=_ask)
+    farm = commands.add_parser("farm", parents=[common], help="several agents in one process")
+    farm.add_argument("--count", type=int, required=True, help="how many")
+    farm.add_argument(
+        "--isa-limits", default="", help="ISA levels, comma separated, dealt out in turn"
+    )
+    farm.set_defaults(command=_farm)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

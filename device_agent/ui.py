@@ -1,0 +1,38 @@
+"""How the command line talks.
+
+Results go to stdout and nothing else does; every other word goes to stderr; a failure is one
+`error:` line, then `hint:` lines, and the exit status says so.
+"""
+
+import logging
+import sys
+from typing import Final
+
+from compiler.contract.errors import ContractError
+from device_agent.errors import AgentError
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+_FORMAT: Final = "%(asctime)s %(threadName)s %(message)s"
+
+
+def result(text: str) -> None:
+    """Print a result."""
+    sys.stdout.write(f"{text}\n")
+
+
+def failure(error: AgentError | ContractError) -> int:
+    """Print an error with its hint and return the exit status."""
+    sys.stderr.write(f"error: {error} [{error.code}]\n")
+    if error.hint:
+        sys.stderr.write(f"hint: {error.hint}\n")
+    return EXIT_FAILED
+
+
+def set_up_log(*, verbose: bool) -> None:
+    """Log to stderr: one line per change of state, everything when `verbose`."""
+    logging.basicConfig(stream=sys.stderr, format=_FORMAT, level=logging.WARNING)
+    logging.getLogger("device_agent").setLevel(logging.DEBUG if verbose else logging.INFO)
+    for noisy in ("httpx", "httpcore", "tuf", "securesystemslib"):
+        logging.getLogger(noisy).setLevel(logging.INFO if verbose else logging.ERROR)
