@@ -132,14 +132,15 @@ def _sqnr_db(original: np.ndarray, stored: np.ndarray) -> float:
     return 10.0 * float(np.log10(signal / noise)) if signal else -NO_NOISE_DB
 
 
-def expert_sections(names: Iterable[str]) -> list[tuple[int, int]]:
-    """Return (layer, expert) of every expert section, ascending."""
-    found = []
-    for name in names:
-        if name.startswith("expert."):
-            _, layer, expert = name.split(".")
-            found.append((int(layer[1:]), int(expert[1:])))
-    return sorted(found)
+def expert_place(section: str) -> tuple[int, int]:
+    """Return (layer, expert) of a section `expert.L<layer>.E<expert>`."""
+    _, layer, expert = section.split(".")
+    return int(layer[1:]), int(expert[1:])
+
+
+def expert_sections(names: Iterable[str]) -> list[str]:
+    """Return the expert sections among `names`, by layer and expert."""
+    return sorted((name for name in names if name.startswith("expert.")), key=expert_place)
 
 
 def weight_kinds(plan: Plan) -> dict[str, Json]:

@@ -75,7 +75,7 @@ class Portable:
 
     def to_parts(self) -> dict[str, bytes]:
         """Return the parts of a cache entry."""
-        planes = {
+        planes: dict[str, Json] = {
             name: [[plane.kind, plane.offset, plane.length] for plane in items]
             for name, items in self.planes.items()
         }

@@ -1,0 +1,107 @@
+"""The simulator over a bundle's own bytes: plan and sections as they are shipped.
+
+    plan bytes -> parse_plan -> Module        sections -> packed weights and f32 arrays
+
+Running what is shipped, and not the module it was emitted from, makes the expected answers of the
+self-test check the emitter as well.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+
+from compiler.contract.plan import Plan, PlanProgram, PlanWeight, parse_plan
+from compiler.contract.plan_format import DTYPE_NAMES, LANES, Direction, Kind, align
+from compiler.contract.session import Buffer as Bytes
+from compiler.emitters.plan import read_packed
+from compiler.kernels.program import Buffer, Call, KvCache, Module, Program, Weight
+from compiler.quant.w4 import PackedW4, dequantise_w4, unpack_w4
+from compiler.simulator import Simulator
+
+_MODULE_KINDS: Final = {Kind.W4: "w4", Kind.F32: "f32", Kind.I32: "i32", Kind.F32_TAPS: "f32"}
+
+
+def module_of(sections: Mapping[str, bytes]) -> tuple[Module, dict[int, PackedW4]]:
+    """Return the module that a bundle's plan stands for, and its packed weights by id.
+
+    W4 weights have the values that their codes stand for, not the original ones.
+
+    Raises:
+        PlanError: The plan is malformed.
+        QuantError: A packed weight is malformed.
+    """
+    plan = parse_plan(sections["plan"])
+    packed = read_packed(plan, sections)
+    weights = tuple(
+        Weight(
+            number,
+            _MODULE_KINDS[weight.kind],
+            dequantise_w4(unpack_w4(packed[number]))
+            if number in packed
+            else _array(weight, sections[plan.sections[weight.section].name]),
+            plan.sections[weight.section].name,
+        )
+        for number, weight in enumerate(plan.weights)
+    )
+    buffers = tuple(
+        Buffer(at, item.rows, item.dynamic, item.cols, DTYPE_NAMES[item.dtype])
+        for at, item in enumerate(plan.buffers)
+    )
+    programs = tuple(_program(program) for program in plan.programs)
+    return Module(programs, buffers, weights, _cache(plan), plan.max_tokens), packed
+
+
+class BundleSimulator:
+    """A `PlanRunner` that gives, byte for byte, what the native plan of the bundle gives."""
+
+    def __init__(self, sections: Mapping[str, bytes]) -> None:
+        """Load plan and weights; see `module_of` for errors."""
+        self._simulator = Simulator(*module_of(sections))
+        self._reported: frozenset[str] = frozenset()
+
+    @property
+    def kv_length(self) -> int:
+        """Rows in the key/value cache."""
+        return self._simulator.kv_length
+
+    @kv_length.setter
+    def kv_length(self, length: int) -> None:
+        self._simulator.kv_length = length
+
+    def run(self, program: str, inputs: Mapping[str, Bytes]) -> Mapping[str, memoryview]:
+        """Run one program; see `compiler.contract.native.NativePlan.run`."""
+        return self._simulator.run(program, inputs)
+
+    def take_reached(self) -> frozenset[str]:
+        """Return the sections of experts that ran for the first time since the last call."""
+        reached = self._simulator.reached
+        fresh, self._reported = reached - self._reported, reached
+        return fresh
+
+
+def _array(weight: PlanWeight, section: bytes) -> np.ndarray:
+    data = section[weight.offset : weight.offset + weight.length]
+    if weight.kind is Kind.F32_TAPS:
+        taps = np.frombuffer(data, "<f4").reshape(weight.cols, align(weight.rows, LANES))
+        return np.ascontiguousarray(taps[:, : weight.rows].T)
+    return np.frombuffer(data, "<i4" if weight.kind is Kind.I32 else "<f4").reshape(
+        weight.rows, weight.cols
+    )
+
+
+def _program(program: PlanProgram) -> Program:
+    ports: dict[Direction, dict[str, int]] = {Direction.INPUT: {}, Direction.OUTPUT: {}}
+    for port in program.ports:
+        ports[port.direction][port.role] = port.buffer
+    calls = tuple(
+        Call(call.op, call.inputs, call.outputs, call.weights, call.params)
+        for call in program.calls
+    )
+    return Program(program.name, calls, ports[Direction.INPUT], ports[Direction.OUTPUT])
+
+
+def _cache(plan: Plan) -> KvCache | None:
+    if plan.kv is None:
+        return None
+    return KvCache(plan.kv.layers, plan.kv.heads, plan.kv.head_dim, plan.kv.capacity)

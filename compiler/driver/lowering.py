@@ -1,0 +1,38 @@
+"""The front half of a compilation: ONNX to a lowered module."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from compiler.driver.stages import StageClock
+from compiler.frontend.importer import import_pipeline
+from compiler.kernels.program import Module
+from compiler.passes.pipeline import lower_pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A submission ready for quantisation.
+
+    Attributes:
+        ir_text: Module text after each stage of the passes, under headings.
+        notes: What importer and passes did, one line each.
+    """
+
+    module: Module
+    ir_text: str
+    notes: tuple[str, ...]
+
+
+def lower_submission(directory: Path, clock: StageClock) -> Lowered:
+    """Import a submission and run all passes.
+
+    Raises:
+        MalformedModelError: A file is missing, broken, or contradicts `pipeline.json`.
+        UnsupportedOperatorError: A node has no kernel; operator and node are named.
+    """
+    with clock.stage("import"):
+        imported = import_pipeline(directory)
+    with clock.stage("raise"):
+        lowered = lower_pipeline(imported)
+    texts = [f"// ==== {stage} ====\n{text}" for stage, text in lowered.ir_text.items()]
+    return Lowered(lowered.module, "\n".join(texts), lowered.notes)
