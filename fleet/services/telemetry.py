@@ -47,7 +47,7 @@ def telemetry_ingest(*, device_pk: int, batch: TelemetryBatch, clock: Clock | No
 
 
 def batches_forget(*, before: datetime) -> int:
-    """Forget the keys of old batches (a device does not keep batches that long); return how many."""
+    """Forget the keys of batches older than any device keeps its own; return how many."""
     return TelemetryBatchKey.objects.filter(at__lt=before).delete()[0]
 
 

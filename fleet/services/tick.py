@@ -1,0 +1,122 @@
+"""The engine of rollouts: one function per state, called by the tick and by the doorbell alike.
+
+The database is the truth, so a call more or less changes nothing: every step holds the rollout's
+row and asks what is due. Losing every message costs at most one tick.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from typing import Final
+
+from django.db import transaction
+
+from builds.common.clock import Clock, SystemClock
+from builds.common.errors import ApplicationError, NotFoundError
+from fleet.models import Rollout
+from fleet.services.endings import (
+    rollback_continue,
+    rollbacks_send,
+    rolled_back_lately,
+    updates_time_out,
+    updates_withdraw,
+)
+from fleet.services.looks import open_stage, stage_look
+from fleet.services.plans import begin_if_wanted, bundles_check
+from fleet.services.rollouts import gate_of, locked
+from fleet.services.signatures import nonces_forget
+from fleet.services.stages import offers_release
+from fleet.services.telemetry import batches_forget
+from fleet.states import RolloutState
+
+logger = logging.getLogger(__name__)
+
+KEEP_BATCH_KEYS: Final = timedelta(days=30)
+RECENT: Final = timedelta(hours=1)
+
+
+def fleet_tick(*, clock: Clock | None = None) -> int:
+    """Drive every rollout that may have something due; return how many were looked at.
+
+    One rollout's trouble is logged and does not stop the others.
+    """
+    now = (clock or SystemClock()).now()
+    pks = _due(now)
+    for pk in pks:
+        try:
+            rollout_look(rollout_id=pk, clock=clock)
+        except ApplicationError as error:
+            logger.warning("rollout %d: %s (%s)", pk, error, error.code)
+    nonces_forget(clock=clock)
+    batches_forget(before=now - KEEP_BATCH_KEYS)
+    return len(pks)
+
+
+@transaction.atomic
+def rollout_look(*, rollout_id: int, clock: Clock | None = None) -> RolloutState:
+    """Do what is due for one rollout now, and return its state.
+
+    Raises:
+        NotFoundError: No such rollout.
+    """
+    now = (clock or SystemClock()).now()
+    rollout = locked(rollout_id)
+    step = _STEPS.get(RolloutState(rollout.state))
+    if step is not None:
+        step(rollout, now)
+    return RolloutState(rollout.state)
+
+
+def _due(now: datetime) -> list[int]:
+    states = [state.value for state in _STEPS if state not in _ENDED]
+    active = list(Rollout.objects.filter(state__in=states).values_list("pk", flat=True))
+    ended = Rollout.objects.filter(
+        state__in=[state.value for state in _ENDED], finished_at__gte=now - RECENT
+    )
+    return sorted({*active, *ended.values_list("pk", flat=True), *rolled_back_lately(now)})
+
+
+def _prepare(rollout: Rollout, now: datetime) -> None:
+    bundles_check(rollout, now=now)
+    begin_if_wanted(rollout, now=now)
+
+
+def _drive(rollout: Rollout, now: datetime) -> None:
+    spec = gate_of(rollout)
+    updates_time_out(rollout=rollout, timeout_s=spec.step_timeout_s, now=now)
+    offers_release(rollout, wait_s=spec.delta_wait_s, now=now)
+    looked = rollout.looked_at
+    if looked is not None and now - looked < timedelta(seconds=spec.look_every_s):
+        return
+    Rollout.objects.filter(pk=rollout.pk).update(looked_at=now)
+    stage = open_stage(rollout)
+    if stage is None:
+        raise NotFoundError(f"rollout {rollout.pk} is {rollout.state} without an open stage")
+    stage_look(rollout, stage, spec, now=now)
+
+
+def _return(rollout: Rollout, now: datetime) -> None:
+    spec = gate_of(rollout)
+    updates_time_out(rollout=rollout, timeout_s=spec.step_timeout_s, now=now)
+    rollback_continue(rollout, now=now)
+
+
+def _find_stragglers(rollout: Rollout, now: datetime) -> None:
+    rollbacks_send(rollout, now=now)
+
+
+def _withdraw(rollout: Rollout, now: datetime) -> None:
+    updates_withdraw(rollout=rollout, reason=f"the rollout is {rollout.state}", now=now)
+
+
+_STEPS: Final[Mapping[RolloutState, Callable[[Rollout, datetime], None]]] = {
+    RolloutState.COMPILING: _prepare,
+    RolloutState.READY: _prepare,
+    RolloutState.RUNNING: _drive,
+    RolloutState.PAUSED: _drive,
+    RolloutState.ROLLING_BACK: _return,
+    RolloutState.ROLLED_BACK: _find_stragglers,
+    RolloutState.STOPPED: _withdraw,
+    RolloutState.FAILED: _withdraw,
+}
+_ENDED: Final = frozenset((RolloutState.ROLLED_BACK, RolloutState.STOPPED, RolloutState.FAILED))
