@@ -6,9 +6,10 @@ on those numbers with numpy, for enough bindings of the run-time lengths to pin 
 of how an exporter spells it: two chains are the same if they move the same elements.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,9 @@ from compiler.dialects.movement import (
 )
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of, sizes_at, symbols_of
+from compiler.errors import UnsupportedOperatorError
+
+MAX_ELEMENTS: Final = 1 << 25
 
 Index = NDArray[np.int64]
 Factors = NDArray[np.float64]
@@ -81,6 +85,7 @@ class _Evaluator:
 
     def leaf(self, value: SSAValue) -> tuple[Index, Factors]:
         leaf = Leaf(value, self.next_base, sizes_at(value, self.binding))
+        _need_small(leaf.sizes)
         numbers = leaf.numbers()
         self.next_base += numbers.size
         self.leaves.append(leaf)
@@ -120,6 +125,7 @@ class _Evaluator:
 
     def move(self, value: SSAValue, parts: list[NDArray[Any]]) -> NDArray[Any]:
         owner, sizes = value.owner, sizes_at(value, self.binding)
+        _need_small(sizes)
         match owner:
             case ReshapeOp():
                 return parts[0].reshape(sizes)
@@ -190,6 +196,16 @@ def scalar_multiple(op: OnnxOp, constants: ConstantTable) -> tuple[SSAValue, flo
     if number is None or shape_of(a) != shape_of(op.outputs[0]) or number == 0.0:
         return None
     return a, (number if op.op.data == "Mul" else 1.0 / number)
+
+
+def _need_small(sizes: tuple[int, ...]) -> None:
+    """Refuse tensors whose index arrays would not fit; constants are checked on import."""
+    count = math.prod(sizes)
+    if count > MAX_ELEMENTS:
+        raise UnsupportedOperatorError(
+            f"a tensor of {count} elements is moved around, at most {MAX_ELEMENTS} are analysed",
+            hint="reduce the size of the image or of intermediate results",
+        )
 
 
 def _slices(op: SliceOp, sizes: tuple[int, ...], binding: Binding) -> tuple[slice, ...]:

@@ -82,7 +82,7 @@ class FunctionBuilder:
         stack = [(name, False)]
         while stack:
             current, expanded = stack.pop()
-            if current in self.values or self.evaluation.constant(current) is not None:
+            if current in self.values or self.evaluation.is_known(current):
                 continue
             node = makers.get(current)
             if node is None:
@@ -103,6 +103,11 @@ class FunctionBuilder:
         if name in self.values:
             return self.values[name]
         array = self.evaluation.constant(name)
+        if array is None and (fill := self.evaluation.uniform(name)) is not None:
+            op = ExpandOp(self._constant(fill), self.shape(name))
+            self.block.add_op(op)
+            self.values[name] = op.result
+            return op.result
         if array is None:
             raise UnsupportedOperatorError(
                 f"{self.component}: {name!r} depends on the run-time length and is used as data",

@@ -45,6 +45,19 @@ class Evaluation:
                 return None
         return first.array
 
+    def is_known(self, name: str) -> bool:
+        """Return whether a value follows from constants and lengths alone."""
+        return all(isinstance(value, Known) for value in self.values[name])
+
+    def uniform(self, name: str) -> Array | None:
+        """Return the one number that fills a value for all lengths, without axes."""
+        arrays = [value.array for value in self.values[name] if isinstance(value, Known)]
+        numbers = {array.reshape(-1)[0].item() for array in arrays if array.size}
+        same = all((array == array.reshape(-1)[:1]).all() for array in arrays)
+        if len(arrays) != len(self.bindings) or len(numbers) != 1 or not same:
+            return None
+        return np.asarray(numbers.pop(), dtype=arrays[0].dtype)
+
     def shape(self, name: str) -> list[Dim] | None:
         """Return the sizes of a value, or None if one is not linear in the lengths."""
         family = self.values[name]

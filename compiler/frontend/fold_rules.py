@@ -13,6 +13,7 @@ import onnx
 from compiler.frontend.shape_rules import cast_dtype, reduce_axes
 from compiler.frontend.values import (
     Array,
+    Known,
     Node,
     Values,
     axis_of,
@@ -227,6 +228,39 @@ def split(node: Node, values: Values) -> Arrays:
 def gather(node: Node, values: Values) -> Arrays:
     """Slices of one axis by index."""
     return [np.take(data(values), stand_in(operand(values, 1)), axis=int(node.attrs["axis"]))]
+
+
+def gather_nd(node: Node, values: Values) -> Arrays:
+    """Slices by tuples of indices, per batch entry."""
+    x, index = data(values), stand_in(operand(values, 1))
+    batches = int(node.attrs["batch_dims"])
+    if batches == 0:
+        return [x[tuple(np.moveaxis(index, -1, 0))]]
+    pairs = [
+        gather_nd(_with_batches(node, batches - 1), [Known(a), Known(b)])[0]
+        for a, b in zip(x, index, strict=True)
+    ]
+    return [np.stack(pairs)]
+
+
+def _with_batches(node: Node, batches: int) -> Node:
+    attrs = {**node.attrs, "batch_dims": batches}
+    return Node(node.op, node.name, node.inputs, node.outputs, attrs)
+
+
+def softmax(node: Node, values: Values) -> Arrays:
+    """Softmax along one axis."""
+    x, axis = data(values), int(node.attrs["axis"])
+    powers = np.exp(x - x.max(axis=axis, keepdims=True))
+    return [powers / powers.sum(axis=axis, keepdims=True)]
+
+
+def topk(node: Node, values: Values) -> Arrays:
+    """The k greatest or least along one axis, best first, ties to the lower index."""
+    x, axis, (k,) = data(values), int(node.attrs["axis"]), integers(values, 1)
+    index = np.argsort(-x if node.attrs["largest"] else x, axis=axis, kind="stable")
+    index = np.take(index, np.arange(k), axis=axis)
+    return [np.take_along_axis(x, index, axis=axis), index.astype(np.int64)]
 
 
 def tile(_node: Node, values: Values) -> Arrays:

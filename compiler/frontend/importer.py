@@ -12,6 +12,7 @@ from compiler.dialects.dims import witnesses
 from compiler.errors import MalformedModelError
 from compiler.frontend.build import Argument, FunctionBuilder
 from compiler.frontend.evaluate import Family, bind_shape, evaluate, same_everywhere
+from compiler.frontend.function_bodies import check_function_bodies
 from compiler.frontend.onnx_file import opset_of, read_model
 from compiler.frontend.pipeline_json import read_pipeline
 from compiler.frontend.signature import constant_value, input_type
@@ -40,6 +41,7 @@ def import_pipeline(directory: Path) -> ImportedPipeline:
     functions, notes = [], []
     for component in spec.components:
         model = read_model(directory / component.file)
+        check_function_bodies(model, component.file)
         functions.append(_import_component(component, model, constants, names))
         notes.append(
             f"{component.name}: {len(model.graph.node)} nodes, opset {opset_of(model)},"

@@ -144,6 +144,24 @@ def topk(node: Node, values: Values) -> Shapes:
     return [Runtime(shape, x.dtype), Runtime(shape, "int64")]
 
 
+def concat(node: Node, values: Values) -> Shapes:
+    """Sizes added up along the axis; all other sizes equal."""
+    parts = [value for value in values if value is not None]
+    axis = axis_of(node.attrs["axis"], len(parts[0].shape))
+    others = {part.shape[:axis] + part.shape[axis + 1 :] for part in parts}
+    if len(others) != 1:
+        raise ValueError(f"parts differ in more than axis {axis}")
+    shape = list(parts[0].shape)
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    return [Runtime(tuple(shape), parts[0].dtype)]
+
+
+def tile(_node: Node, values: Values) -> Shapes:
+    """Every axis repeated."""
+    x, repeats = operand(values, 0), integers(values, 1)
+    return [Runtime(tuple(a * r for a, r in zip(x.shape, repeats, strict=True)), x.dtype)]
+
+
 def gather(node: Node, values: Values) -> Shapes:
     """Slices of one axis by index."""
     x, index = operand(values, 0), operand(values, 1)

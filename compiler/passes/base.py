@@ -1,5 +1,6 @@
 """What a pass is, and what it may use."""
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -19,6 +20,23 @@ class NodeNames:
     def of(self, op: Operation) -> str:
         """Return the name of the node that became `op`, or a placeholder."""
         return self.names.get(op, "<unnamed>")
+
+    def near(self, op: Operation) -> str:
+        """Return the name of the node `op` came from, or of the first one behind it."""
+        seen, queue = {op}, deque([op])
+        while queue:
+            current = queue.popleft()
+            if current in self.names:
+                return self.names[current]
+            users = [use.operation for result in current.results for use in result.uses]
+            queue.extend(user for user in users if user not in seen)
+            seen.update(users)
+        return "<unnamed>"
+
+    def inherit(self, new: Operation, old: Operation) -> None:
+        """Let errors about `new` name the node that `old` came from."""
+        if old in self.names:
+            self.names[new] = self.names[old]
 
 
 @dataclass(frozen=True, slots=True)

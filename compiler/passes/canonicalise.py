@@ -27,7 +27,7 @@ from compiler.dialects.types import dtype_of, shape_of
 from compiler.passes.base import PassContext, PassResult
 from compiler.passes.functions import body, functions
 from compiler.passes.match import onnx
-from compiler.passes.rewriting import erase_dead, insert_before, is_pure, replace
+from compiler.passes.rewriting import erase_dead, insert_before, is_pure, replace, swap
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,7 @@ def _fold_movement(op: Operation, ctx: PassContext) -> int:
         return 1
     if isinstance(op, ReshapeOp) and op.x is source:
         return 0
-    view = ReshapeOp(source, shape_of(value))
-    insert_before(op, view)
-    replace(op, [view.result])
+    swap(op, ReshapeOp(source, shape_of(value)), ctx.names)
     return 1
 
 

@@ -35,7 +35,7 @@ from compiler.dialects.types import (
     type_shape,
 )
 from compiler.errors import MalformedModelError
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import NodeNames, PassContext, PassResult
 from compiler.passes.functions import (
     arguments,
     body,
@@ -67,9 +67,9 @@ class Compose:
         """
         components = functions(module)
         if ctx.spec.family == FAMILY_GRAPH:
-            programs = [_forward(module)]
+            programs = [_forward(module, ctx)]
         else:
-            programs = [_see(module, ctx), _step(module)]
+            programs = [_see(module, ctx), _step(module, ctx)]
         for component in components:
             module.body.block.erase_op(component)
         module.body.block.add_ops(programs)
@@ -83,6 +83,7 @@ class _Program:
     """A program under construction."""
 
     name: str
+    names: NodeNames
     block: Block = field(default_factory=Block)
     inputs: list[str] = field(default_factory=list)
 
@@ -111,6 +112,7 @@ class _Program:
         for op in body(component).ops:
             if not isinstance(op, ReturnOp):
                 copy = op.clone(mapping)
+                self.names.inherit(copy, op)
                 self.block.add_op(copy)
                 mapping.update(_with_lengths(op, copy, lengths))
         return {role: mapping.get(value, value) for role, value in results(component)}
@@ -159,7 +161,7 @@ def _with_lengths(
 def _see(module: ModuleOp, ctx: PassContext) -> FuncOp:
     image = ctx.spec.image
     assert image is not None
-    program = _Program(SEE)
+    program = _Program(SEE, ctx.names)
     vision, decoder = function(module, "vision"), function(module, "decoder")
     size = image.height * image.width * image.channels
     pixels = program.argument("image", tensor_type("uint8", [1, size]))
@@ -184,8 +186,8 @@ def _see(module: ModuleOp, ctx: PassContext) -> FuncOp:
     return program.finish([("embeds", splice.embeds), ("positions", splice.positions)])
 
 
-def _step(module: ModuleOp) -> FuncOp:
-    program = _Program(STEP)
+def _step(module: ModuleOp, ctx: PassContext) -> FuncOp:
+    program = _Program(STEP, ctx.names)
     embed, decoder = function(module, "embed"), function(module, "decoder")
     tokens = symbol_dim("T")
     ids = program.argument("token_ids", type_of(_argument(embed, "token_ids")))
@@ -232,8 +234,8 @@ def _last_routing(program: _Program, routing: SSAValue) -> SSAValue:
     return lasts[0] if len(lasts) == 1 else program.add(ConcatOp(lasts, 1))
 
 
-def _forward(module: ModuleOp) -> FuncOp:
-    program = _Program(FORWARD)
+def _forward(module: ModuleOp, ctx: PassContext) -> FuncOp:
+    program = _Program(FORWARD, ctx.names)
     model = function(module, "model")
     x = program.argument("tensor", type_of(_argument(model, "tensor")))
     made = program.inline(model, {"tensor": x}, {})

@@ -23,7 +23,7 @@ from compiler.dialects.types import dtype_of, shape_of
 from compiler.passes.base import PassContext, PassResult
 from compiler.passes.functions import functions, operations
 from compiler.passes.match import Bind, attr, find, node, single_use
-from compiler.passes.rewriting import erase_dead, insert_before, replace, swap
+from compiler.passes.rewriting import erase_dead, swap
 
 _BINARY: Final = {"Add": "add", "Mul": "mul", "Sub": "sub", "Div": "div"}
 _UNARY: Final = {
@@ -63,7 +63,7 @@ def _silu(op: Operation, ctx: PassContext) -> int:
     env = find(_SILU, op.results[0], ctx.constants) if isinstance(op, OnnxOp) else None
     if env is None:
         return 0
-    swap(op, UnaryOp(env["x"], kind="silu"))
+    swap(op, UnaryOp(env["x"], kind="silu"), ctx.names)
     return 1
 
 
@@ -72,32 +72,31 @@ def _raise(op: Operation, ctx: PassContext) -> int:
         return 0
     kind = op.op.data
     if kind in _UNARY:
-        return _unary(op, _UNARY[kind])
+        return _unary(op, _UNARY[kind], ctx)
     if kind in _BINARY:
-        return _binary(op, _BINARY[kind])
+        return _binary(op, _BINARY[kind], ctx)
     if kind == "Softmax" and attr(op, "axis") == len(shape_of(op.arguments[0])) - 1:
-        swap(op, SoftmaxOp(op.arguments[0]))
+        swap(op, SoftmaxOp(op.arguments[0]), ctx.names)
         return 1
     if kind == "Gather":
         return _embed(op, ctx)
     return 0
 
 
-def _unary(op: OnnxOp, kind: str) -> int:
+def _unary(op: OnnxOp, kind: str, ctx: PassContext) -> int:
     x = op.arguments[0]
     behind = x.owner
     fusible = isinstance(behind, BinaryOp) and behind.act.data == "none" and single_use(x)
     if kind == "relu" and fusible:
         assert isinstance(behind, BinaryOp)
         fused = BinaryOp(behind.a, behind.b, kind=behind.kind.data, act="relu")
-        insert_before(op, fused)
-        replace(op, [fused.result])
+        swap(op, fused, ctx.names)
         return 1
-    swap(op, UnaryOp(x, kind=kind))
+    swap(op, UnaryOp(x, kind=kind), ctx.names)
     return 1
 
 
-def _binary(op: OnnxOp, kind: str) -> int:
+def _binary(op: OnnxOp, kind: str, ctx: PassContext) -> int:
     a, b = op.arguments
     if shape_of(a) != shape_of(op.outputs[0]) and kind in ("add", "mul"):
         a, b = b, a
@@ -106,7 +105,7 @@ def _binary(op: OnnxOp, kind: str) -> int:
             a, b = b, a
         else:
             return 0
-    swap(op, BinaryOp(a, b, kind=kind))
+    swap(op, BinaryOp(a, b, kind=kind), ctx.names)
     return 1
 
 
@@ -121,5 +120,5 @@ def _embed(op: OnnxOp, ctx: PassContext) -> int:
         return 0
     if dtype_of(ids) not in ("int64", "int32"):
         return 0
-    swap(op, EmbedOp(ids, table))
+    swap(op, EmbedOp(ids, table), ctx.names)
     return 1

@@ -25,7 +25,7 @@ from compiler.dialects.types import shape_of
 from compiler.passes.base import PassContext, PassResult
 from compiler.passes.functions import functions, operations
 from compiler.passes.match import Bind, attr, find, node
-from compiler.passes.rewriting import erase_dead, insert_before, replace, swap
+from compiler.passes.rewriting import erase_dead, insert_before, swap
 
 _SILU = node("Mul", Bind("x"), node("Sigmoid", Bind("x")))
 
@@ -77,7 +77,7 @@ class RaiseLinear:
             storage="w4" if fits else "f32",
         )
         insert_before(op, *new)
-        swap(op, linear)
+        swap(op, linear, ctx.names)
         return 1
 
 
@@ -136,7 +136,7 @@ def _fuse_bias(op: Operation, ctx: PassContext) -> bool:
             continue
         bias = ctx.constants.add(array.reshape(-1))
         insert_before(op, bias)
-        _refuse(op, linear, bias=bias.result)
+        _absorb(op, linear, ctx, bias=bias.result)
         return True
     return False
 
@@ -157,11 +157,11 @@ def _fuse_act(op: Operation, ctx: PassContext) -> bool:
             return False
     if linear is None or linear.act.data != "none" or linear.residual is not None:
         return False
-    _refuse(op, linear, act=act)
+    _absorb(op, linear, ctx, act=act)
     return True
 
 
-def _fuse_residual(op: Operation, _ctx: PassContext) -> bool:
+def _fuse_residual(op: Operation, ctx: PassContext) -> bool:
     if not isinstance(op, OnnxOp) or op.op.data != "Add":
         return False
     for at in (1, 0):
@@ -171,14 +171,15 @@ def _fuse_residual(op: Operation, _ctx: PassContext) -> bool:
             continue
         if isinstance(other.owner, ConstantOp) or shape_of(other) != shape_of(linear.result):
             continue
-        _refuse(op, linear, residual=other)
+        _absorb(op, linear, ctx, residual=other)
         return True
     return False
 
 
-def _refuse(
+def _absorb(
     op: OnnxOp,
     linear: LinearOp,
+    ctx: PassContext,
     *,
     bias: SSAValue | None = None,
     act: str | None = None,
@@ -193,7 +194,6 @@ def _refuse(
         act=act if act is not None else linear.act.data,
         storage=linear.storage.data,
     )
-    insert_before(op, fused)
-    replace(op, [fused.result])
+    swap(op, fused, ctx.names)
     if linear.result.first_use is None and linear.parent is not None:
         linear.parent.erase_op(linear)

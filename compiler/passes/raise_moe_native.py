@@ -59,7 +59,8 @@ def _route(op: OnnxOp, ctx: PassContext) -> int:
     if not np.isfinite(scaled).all() or len(shape_of(weight)) != 2:
         return 0
     insert_before(op, *new)
-    swap(op, RouteOp(x, weight, new[0].results[0] if new else None, k=k, order="topk_softmax"))
+    bias_operand = new[0].results[0] if new else None
+    swap(op, RouteOp(x, weight, bias_operand, k=k, order="topk_softmax"), ctx.names)
     return 1
 
 
@@ -68,5 +69,5 @@ def _experts(op: OnnxOp, ctx: PassContext) -> int:
     arrays = (ctx.constants.get(w_in), ctx.constants.get(w_out))
     if any(array is None or array.ndim != 3 for array in arrays):
         return 0
-    swap(op, ExpertsOp(x, index, gate, w_in, w_out, act="relu"))
+    swap(op, ExpertsOp(x, index, gate, w_in, w_out, act="relu"), ctx.names)
     return 1

@@ -102,7 +102,7 @@ def _raise_decomposed(op: Operation, ctx: PassContext) -> int:
     if not isinstance(op, OnnxOp) or op.op.data not in ("Mul", "Div"):
         return 0
     core = op.outputs[0]
-    for kind, pattern in (("rms", _RMS), ("layer", _LAYER)):
+    for kind, pattern in (("layer", _LAYER), ("rms", _RMS)):
         env = find(pattern, core, ctx.constants)
         if env is not None and _means_last_axis(env):
             _emit(op, kind, env, ctx)

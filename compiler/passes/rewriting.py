@@ -9,6 +9,7 @@ from xdsl.traits import Pure
 from compiler.dialects.dims import Dim
 from compiler.dialects.movement import MOVEMENT_OPS, ReshapeOp
 from compiler.dialects.types import shape_of
+from compiler.passes.base import NodeNames
 from compiler.passes.functions import body
 
 
@@ -28,8 +29,9 @@ def replace(op: Operation, values: Sequence[SSAValue]) -> None:
     block.erase_op(op)
 
 
-def swap(op: Operation, new: Operation) -> None:
-    """Put `new` in the place of `op`; results correspond one to one."""
+def swap(op: Operation, new: Operation, names: NodeNames) -> None:
+    """Put `new` in the place of `op`, name included; results correspond one to one."""
+    names.inherit(new, op)
     insert_before(op, new)
     replace(op, list(new.results))
 

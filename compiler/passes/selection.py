@@ -7,7 +7,7 @@ from xdsl.ir import Block, Operation, SSAValue
 
 from compiler.analysis.constants import Array
 from compiler.dialects.hw import CallOp
-from compiler.dialects.sp import OnnxOp
+from compiler.dialects.sp import BinaryOp, OnnxOp, UnaryOp
 from compiler.dialects.types import Tensor, dtype_of, encoding_of, shape_of
 from compiler.errors import UnsupportedOperatorError
 from compiler.kernels.program import Op
@@ -107,8 +107,14 @@ class Selection:
 
 def refuse(op: Operation, ctx: PassContext, reason: str) -> NoReturn:
     """Raise `UnsupportedOperatorError` that names the operator and the node."""
-    kind = op.op.data if isinstance(op, OnnxOp) else op.name.split(".")[-1].capitalize()
+    match op:
+        case OnnxOp():
+            kind = op.op.data
+        case BinaryOp() | UnaryOp():
+            kind = op.kind.data.capitalize()
+        case _:
+            kind = op.name.split(".")[-1].capitalize()
     raise UnsupportedOperatorError(
-        f"operator {kind} (node {ctx.names.of(op)}): {reason}",
+        f"operator {kind} (node {ctx.names.near(op)}): {reason}",
         hint="compiled are: " + "; ".join(SUPPORTED),
     )
