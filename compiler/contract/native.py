@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,17 +132,23 @@ class KernelLibrary:
             data = kernels.read_bytes() if isinstance(kernels, Path) else kernels
             if not 0 < len(data) <= MAX_KERNELS_BYTES:
                 raise NativeError(f"kernels of {len(data)} bytes are out of range")
-            self._fd = _sealed_file(data)
+            fd = _sealed_file(data)
         except OSError as error:
             raise NativeError(f"kernels cannot be read: {error}") from error
         try:
-            self._lib = ctypes.CDLL(f"/proc/self/fd/{self._fd}")
-            self._bind()
-        except (OSError, AttributeError) as error:
-            os.close(self._fd)
+            self._lib = ctypes.CDLL(f"/proc/self/fd/{fd}")
+        except OSError as error:
+            os.close(fd)
             raise NativeError(f"kernels cannot be loaded: {error}") from error
-        if self.abi_version() != ABI_VERSION:
-            found = self.abi_version()
+        self._unload = weakref.finalize(self, _unload, self._lib._handle, fd)
+        self._unload.atexit = False
+        try:
+            self._bind()
+        except AttributeError as error:
+            self.close()
+            raise NativeError(f"kernels cannot be loaded: {error}") from error
+        found = self.abi_version()
+        if found != ABI_VERSION:
             self.close()
             raise UnsupportedPlanError(f"kernels of ABI {found}, expected {ABI_VERSION}")
 
@@ -168,10 +175,13 @@ class KernelLibrary:
 
     def close(self) -> None:
         """Unload the library; nothing of it may be called afterwards."""
-        if self._fd >= 0:
-            _ctypes.dlclose(self._lib._handle)
-            os.close(self._fd)
-            self._fd = -1
+        self._unload()
+
+
+def _unload(handle: int, fd: int) -> None:
+    """Unload first: a library that stays loaded must keep its descriptor's number."""
+    _ctypes.dlclose(handle)
+    os.close(fd)
 
 
 def _sealed_file(data: bytes) -> int:
