@@ -13,8 +13,17 @@ from typing import Final
 
 from compiler.contract.telemetry import Sketch
 from dashboards.charts import Chart, Level, Line, Mark, line_chart, round_ticks
-from fleet.gates import Evidence, GateSpec, MetricVerdict, Verdict
+from fleet.gates import (
+    PROFILES,
+    Evidence,
+    GateSpec,
+    MetricVerdict,
+    evidence_from_json,
+    spec_from_json,
+)
 from fleet.gates.spec import Metric
+from fleet.models import GateLook
+from fleet.selectors.rollout_page import LookPoint
 
 MAX_ROWS: Final = 40
 Y_FLOOR: Final = -2.0
@@ -40,14 +49,15 @@ LATENCY_TICKS_MS: Final = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """One stored look at a stage."""
+    """One stored look at a stage, read back. Only the ledgers are left out."""
 
     at: datetime
     stage: int
     spec: GateSpec
     evidence: Evidence
-    verdict: Verdict
-    action: str
+    decision: str
+    reasons: tuple[str, ...]
+    metrics: Mapping[Metric, MetricVerdict]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,38 +124,34 @@ def odds_of(log_value: float) -> float:
     return math.exp(min(log_value, 100.0))
 
 
-def evidence_strip(looks: Sequence[Look]) -> Strip:
+def look_of(row: GateLook) -> Look:
+    """Read a stored look back. Needs `stage` joined."""
+    verdict = row.verdict
+    return Look(
+        at=row.at,
+        stage=row.stage.index,
+        spec=spec_from_json(row.spec, PROFILES),
+        evidence=evidence_from_json(row.evidence),
+        decision=row.decision,
+        reasons=tuple(verdict.get("reasons", ())),
+        metrics={
+            Metric(name): MetricVerdict(**values)
+            for name, values in verdict.get("metrics", {}).items()
+        },
+    )
+
+
+def evidence_strip(points: Sequence[LookPoint], spec: GateSpec) -> Strip:
     """Lay out log10 of the evidence against the version over all looks.
 
     Args:
-        looks: In ascending time.
+        points: In ascending time.
+        spec: Whose limits are drawn.
     """
-    if not looks:
-        return Strip(None, (), (), 0)
-    metrics = [metric for metric in METRIC_TITLES if _is_weighed(metric, looks[-1].spec)]
-    start = looks[0].at
-    times = [(look.at - start).total_seconds() for look in looks]
-    lines = [
-        Line(
-            METRIC_TITLES[metric],
-            METRIC_TONES[metric],
-            _points(times, looks, metric),
-            is_dashed=True,
-        )
-        for metric in metrics
-    ]
-    lines.append(
-        Line(
-            "All together",
-            "ink",
-            tuple(
-                (t, _log10(look.verdict.log_evidence)) for t, look in zip(times, looks, strict=True)
-            ),
-        )
-    )
-    rows = tuple(_strip_row(look, metrics) for look in reversed(looks))
+    metrics = [metric for metric in METRIC_TITLES if _is_weighed(metric, spec)]
+    rows = tuple(_strip_row(point, metrics) for point in reversed(points))
     return Strip(
-        chart=_strip_chart(lines, times, looks),
+        chart=_strip_chart(points, metrics, spec) if points else None,
         part_titles=tuple(METRIC_TITLES[metric] for metric in metrics),
         rows=rows[:MAX_ROWS],
         rows_left_out=max(0, len(rows) - MAX_ROWS),
@@ -154,11 +160,10 @@ def evidence_strip(looks: Sequence[Look]) -> Strip:
 
 def gate_rows(look: Look) -> tuple[GateRow, ...]:
     """Return the decision table of one look, one row per metric that the gate weighs or shows."""
-    spec, verdict = look.spec, look.verdict
     return tuple(
-        _gate_row(metric, spec, verdict.metrics[metric], look.evidence)
+        _gate_row(metric, look.spec, look.metrics[metric], look.evidence)
         for metric in METRIC_TITLES
-        if metric in verdict.metrics
+        if metric in look.metrics
     )
 
 
@@ -210,35 +215,46 @@ def _log10(log_value: float) -> float:
     return min(Y_CEILING, max(Y_FLOOR, log_value / LOG10))
 
 
-def _points(
-    times: Sequence[float], looks: Sequence[Look], metric: Metric
-) -> tuple[tuple[float, float], ...]:
-    return tuple(
-        (t, _log10(look.verdict.metrics[metric].log_harm))
-        for t, look in zip(times, looks, strict=True)
-        if metric in look.verdict.metrics
+def _strip_lines(
+    points: Sequence[LookPoint], times: Sequence[float], metrics: Sequence[Metric]
+) -> list[Line]:
+    pairs = list(zip(times, points, strict=True))
+    lines = [
+        Line(
+            METRIC_TITLES[metric],
+            METRIC_TONES[metric],
+            tuple(
+                (t, _log10(point.log_harm[metric.value]))
+                for t, point in pairs
+                if metric.value in point.log_harm
+            ),
+            is_dashed=True,
+        )
+        for metric in metrics
+    ]
+    lines.append(
+        Line("All together", "ink", tuple((t, _log10(point.log_evidence)) for t, point in pairs))
     )
+    return lines
 
 
 def _strip_chart(
-    lines: Sequence[Line], times: Sequence[float], looks: Sequence[Look]
+    points: Sequence[LookPoint], metrics: Sequence[Metric], spec: GateSpec
 ) -> Chart | None:
-    spec, last = looks[-1].spec, looks[-1].verdict
+    times = [(point.at - points[0].at).total_seconds() for point in points]
+    lines = _strip_lines(points, times, metrics)
     hold, fail = math.log10(spec.hold_evidence), -math.log10(spec.alpha)
     values = [y for line in lines for _, y in line.points]
-    high = max(fail + 0.7, *values) + 0.1
-    low = min(-1.0, *values) - 0.1
+    low, high = min(-1.0, *values) - 0.1, max(fail + 0.7, *values) + 0.1
     openings = [
-        Mark(f"stage {look.stage + 1}", "plain", t)
-        for index, (t, look) in enumerate(zip(times, looks, strict=True))
-        if index and look.stage != looks[index - 1].stage
+        Mark(f"stage {point.stage + 1}", "plain", t)
+        for index, (t, point) in enumerate(zip(times, points, strict=True))
+        if index and point.stage != points[index - 1].stage
     ]
-    ticks = [
-        (float(power), _power_label(power)) for power in range(math.ceil(low), math.floor(high) + 1)
-    ]
+    powers = range(math.ceil(low), math.floor(high) + 1)
     return line_chart(
         title="Evidence against the new version, N : 1, over all looks",
-        summary=f"At the last of {len(looks)} looks it was {odds_of(last.log_evidence):.3g} : 1.",
+        summary=f"At the last look it was {odds_of(points[-1].log_evidence):.3g} : 1.",
         lines=lines,
         levels=(
             Level(f"roll back at {1 / spec.alpha:,.0f} : 1", "bad", fail),
@@ -247,8 +263,8 @@ def _strip_chart(
         marks=openings,
         x_title="time since the first look",
         y_range=(low, high),
-        x_ticks=_time_ticks(times[0], times[-1]),
-        y_ticks=ticks,
+        x_ticks=_time_ticks(times[-1]),
+        y_ticks=[(float(power), _power_label(power)) for power in powers],
     )
 
 
@@ -258,11 +274,10 @@ def _power_label(power: int) -> str:
     return f"{10**power:,} : 1" if power < 6 else f"10^{power} : 1"
 
 
-def _time_ticks(first: float, last: float) -> list[tuple[float, str]]:
-    span = max(last - first, 1.0)
+def _time_ticks(span_s: float) -> list[tuple[float, str]]:
+    span = max(span_s, 1.0)
     unit, name = next(((u, n) for limit, u, n in _TIME_UNITS if span >= limit), (1.0, "s"))
-    values = round_ticks(first / unit, (first + span) / unit)
-    return [(value * unit, f"{value:g} {name}") for value in values]
+    return [(value * unit, f"{value:g} {name}") for value in round_ticks(0.0, span / unit)]
 
 
 _TIME_UNITS: Final = (
@@ -272,18 +287,14 @@ _TIME_UNITS: Final = (
 )
 
 
-def _strip_row(look: Look, metrics: Sequence[Metric]) -> StripRow:
-    verdict = look.verdict
+def _strip_row(point: LookPoint, metrics: Sequence[Metric]) -> StripRow:
     return StripRow(
-        at=look.at,
-        stage=look.stage + 1,
-        total=odds_of(verdict.log_evidence),
-        parts=tuple(
-            odds_of(verdict.metrics[metric].log_harm) if metric in verdict.metrics else 1.0
-            for metric in metrics
-        ),
-        install=odds_of(verdict.log_install),
-        decision=verdict.decision.value,
+        at=point.at,
+        stage=point.stage + 1,
+        total=odds_of(point.log_evidence),
+        parts=tuple(odds_of(point.log_harm.get(metric.value, 0.0)) for metric in metrics),
+        install=odds_of(point.log_install),
+        decision=point.decision,
     )
 
 

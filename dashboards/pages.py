@@ -134,6 +134,12 @@ def error_page(request: HttpRequest, error: ApplicationError, *, actor: Actor) -
     return show(request, actor, "error", context, status=error.status)
 
 
+def sentence(error: ApplicationError) -> str:
+    """Return message and hint of an error as sentences, for a notice above a page."""
+    parts = [part.strip().rstrip(".") for part in (str(error), error.hint) if part.strip()]
+    return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts)
+
+
 def _sign_in(request: HttpRequest) -> HttpResponse:
     # htmx would swap the sign-in page into a fragment: tell the browser to go there instead.
     if is_partial(request):

@@ -2,9 +2,19 @@
 
 from django.urls import path
 
-from dashboards.views import audit, builds, bundles, devices, home, models, rollouts, session, targets
+from dashboards.views import (
+    audit,
+    builds,
+    bundles,
+    devices,
+    home,
+    models,
+    rollout_form,
+    rollouts,
+    session,
+    targets,
+)
 from dashboards.views import rollout_actions as actions
-from dashboards.views import rollout_form
 
 urlpatterns = [
     path("", home.overview, name="overview"),
@@ -12,9 +22,7 @@ urlpatterns = [
     path("logout", session.sign_out, name="logout"),
     path("theme", session.theme, name="theme"),
     path("models", models.model_list, name="model-list"),
-    path(
-        "models/<str:model>/versions/<str:version>", models.version_detail, name="version-detail"
-    ),
+    path("models/<str:model>/versions/<str:version>", models.version_detail, name="version-detail"),
     path("builds", builds.build_list, name="build-list"),
     path("builds/<int:build_id>", builds.build_detail, name="build-detail"),
     path("builds/<int:build_id>/retry", builds.build_retry, name="build-retry"),
@@ -24,11 +32,11 @@ urlpatterns = [
     path("targets/<str:name>/activate", targets.target_activate, name="target-activate"),
     path("devices", devices.device_list, name="device-list"),
     path("devices/<int:device_id>", devices.device_detail, name="device-detail"),
+    path("devices/<int:device_id>/<slug:name>", devices.device_action, name="device-action"),
     path("rollouts", rollouts.rollout_list, name="rollout-list"),
     path("rollouts/new", rollout_form.rollout_create, name="rollout-create"),
     path("rollouts/<int:rollout_id>", rollouts.rollout_detail, name="rollout-detail"),
-    path(
-        "rollouts/<int:rollout_id>/<slug:name>", actions.rollout_action, name="rollout-action"
-    ),
+    path("rollouts/<int:rollout_id>/promote", actions.rollout_promote, name="rollout-promote"),
+    path("rollouts/<int:rollout_id>/<slug:name>", actions.rollout_action, name="rollout-action"),
     path("audit", audit.audit, name="audit"),
 ]

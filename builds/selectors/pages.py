@@ -158,11 +158,11 @@ def build_state_counts() -> Mapping[str, int]:
     return {state.value: counts.get(state.value, 0) for state in BuildState}
 
 
-def failed_builds(*, limit: int) -> Sequence[BuildJob]:
-    """Return the newest failed builds. One query."""
+def failed_builds(*, since: datetime, limit: int) -> Sequence[BuildJob]:
+    """Return the newest builds that failed after `since`. One query."""
     states = (BuildState.FAILED_USER, BuildState.FAILED_APP)
     jobs = BuildJob.objects.select_related("version__model", "target").order_by("-pk")
-    return jobs.filter(state__in=states)[:limit]
+    return list(jobs.filter(state__in=states, finished_at__gte=since)[:limit])
 
 
 def build_detail(*, build_id: int) -> BuildDetail:
@@ -219,7 +219,7 @@ def bundle_detail(*, manifest_sha256: str) -> BundleDetail:
         BundleSection.objects.filter(bundle=bundle).order_by("-size_bytes", "component")
     )
     uses = _uses_of(section.sha256 for section in sections)
-    pairs = Delta.objects.select_related("base__version", "base__target", "new__version").order_by(
+    pairs = Delta.objects.select_related("base__version", "new__version", "new__target").order_by(
         "-pk"
     )
     return BundleDetail(
@@ -236,7 +236,7 @@ def bundle_detail(*, manifest_sha256: str) -> BundleDetail:
 
 def deltas_of(*, version_id: int) -> tuple[Delta, ...]:
     """Return the deltas that lead to bundles of a version. One query."""
-    pairs = Delta.objects.select_related("base__version", "new__target", "new")
+    pairs = Delta.objects.select_related("base__version", "new__target", "new__version")
     return tuple(pairs.filter(new__version_id=version_id).order_by("new__target__name", "-pk"))
 
 

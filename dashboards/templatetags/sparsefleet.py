@@ -17,6 +17,7 @@ register = template.Library()
 
 NONE: Final = "\N{EN DASH}"
 SHA256_LETTERS: Final = 64
+SECOND_MS: Final = 1000.0
 _OBJECT_ROUTES: Final[Mapping[str, str]] = {
     "builds.buildjob": "build-detail",
     "fleet.device": "device-detail",
@@ -79,9 +80,11 @@ def facts(document: object) -> str:
 
 @register.filter
 def milliseconds(value: object) -> str:
-    """Return milliseconds with three significant digits, or a dash."""
+    """Return milliseconds with three significant digits, in seconds above one, or a dash."""
     number = as_number(value)
-    return NONE if number is None else f"{_three(number)} ms"
+    if number is None:
+        return NONE
+    return f"{_three(number)} ms" if number < SECOND_MS else f"{_three(number / SECOND_MS)} s"
 
 
 @register.filter

@@ -2,16 +2,23 @@
 
 from django.http import HttpRequest, HttpResponse
 from django.views.decorators.http import require_safe
-from fleet.selectors.pages import devices_running
 
 from builds.common.auth import Actor
 from builds.selectors.pages import bundle_detail as find_bundle
+from compiler.contract.manifest import target_path
 from dashboards.pages import page, show
+from fleet.selectors.pages import devices_running
 
 
 def _detail(request: HttpRequest, actor: Actor, manifest_sha256: str) -> HttpResponse:
     detail = find_bundle(manifest_sha256=manifest_sha256)
-    context = {"detail": detail, "running_count": devices_running(bundle_id=detail.bundle.pk)}
+    manifest = detail.manifest
+    context = {
+        "detail": detail,
+        "running_count": devices_running(bundle_id=detail.bundle.pk),
+        "deltas": (*detail.deltas_to, *detail.deltas_from),
+        "path": target_path(manifest.model, manifest.release_seq, manifest.target),
+    }
     return show(request, actor, "bundle_detail", context)
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from django.http import HttpRequest, HttpResponse
 from django.views.decorators.http import require_safe
-from fleet.selectors.pages import Measured, measured_by_manifest
 
 from builds.common.auth import Actor
 from builds.models import ModelVersion
@@ -13,6 +12,7 @@ from builds.selectors.pages import MatrixCell, MatrixRow, deltas_of, model_matri
 from builds.selectors.pages import version_detail as find_version
 from dashboards.pages import page, show
 from dashboards.quality import Claim, claim_of
+from fleet.selectors.pages import Measured, measured_by_manifest
 
 
 @dataclass(frozen=True, slots=True)

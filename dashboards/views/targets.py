@@ -4,7 +4,6 @@ from django.contrib import messages
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.shortcuts import redirect
 from django.views.decorators.http import require_POST, require_safe
-from fleet.selectors.pages import device_counts_by_target
 
 from builds.common.auth import Actor
 from builds.common.roles import Permission
@@ -12,6 +11,7 @@ from builds.selectors.pages import target_list as find_targets
 from builds.services.targets import target_activate as activate
 from compiler.contract.fingerprint import TARGET_LADDER
 from dashboards.pages import page, show
+from fleet.selectors.pages import device_counts_by_target
 
 NEEDED_FEATURES = {name: sorted(features) for name, _machine, features in TARGET_LADDER}
 
@@ -26,7 +26,7 @@ def _list(request: HttpRequest, actor: Actor) -> HttpResponse:
 
 
 def _activate(request: HttpRequest, actor: Actor, name: str) -> HttpResponseBase:
-    activate(name=name, actor=actor.name)
+    activate(name=name, actor=actor)
     messages.success(request, f"Target {name} is active: current versions are built for it.")
     return redirect("target-list")
 

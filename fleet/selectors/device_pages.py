@@ -21,7 +21,7 @@ from fleet.models import (
     Update,
     UpdateTransition,
 )
-from fleet.selectors.pages import Measured
+from fleet.selectors.pages import Measured, heard_since, silence_limit
 from fleet.states import DeviceState
 
 MAX_UPDATES = 30
@@ -69,8 +69,18 @@ def seen_at(device: Device) -> datetime | None:
     return max(moments, default=None)
 
 
-def device_rows(*, text: str = "", target: str = "", state: str = "") -> QuerySet[Device]:
-    """Return devices, newest first, for keyset paging by primary key. One query."""
+def device_rows(
+    *, text: str = "", target: str = "", state: str = "", signal: str = "", now: datetime
+) -> QuerySet[Device]:
+    """Return devices, newest first, for keyset paging by primary key. One query.
+
+    Args:
+        text: Part of name or serial, start of the device id, or a version that it runs.
+        target: Name of a target.
+        state: State of membership.
+        signal: `online` or `silent`, see `silence_limit`.
+        now: The current time.
+    """
     devices = Device.objects.select_related(
         "target", "model", "running_bundle__version", "heartbeat"
     ).order_by("-pk")
@@ -78,6 +88,11 @@ def device_rows(*, text: str = "", target: str = "", state: str = "") -> QuerySe
         devices = devices.filter(target__name=target)
     if state:
         devices = devices.filter(state=state)
+    heard = heard_since(silence_limit(now))
+    if signal == "online":
+        devices = devices.filter(heard)
+    elif signal == "silent":
+        devices = devices.filter(state=DeviceState.ACCEPTED.value).exclude(heard)
     if text:
         devices = devices.filter(
             Q(name__icontains=text)
@@ -128,8 +143,10 @@ def device_page(*, device_pk: int) -> DeviceDetail:
 
 def _history(device: Device) -> tuple[LogEntry, ...]:
     entries = [LogEntry(device.enrolled_at, "device", "enrolled with its own key")]
-    for row in DeviceTransition.objects.filter(subject=device).order_by("-pk")[:MAX_HISTORY]:
-        entries.append(LogEntry(row.at, "device", f"{row.new} by {row.actor}", row.reason))
+    entries += [
+        LogEntry(row.at, "device", f"{row.new} by {row.actor}", row.reason)
+        for row in DeviceTransition.objects.filter(subject=device).order_by("-pk")[:MAX_HISTORY]
+    ]
     steps = UpdateTransition.objects.filter(subject__device=device).select_related(
         "subject__bundle__version"
     )

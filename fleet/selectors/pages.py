@@ -1,4 +1,4 @@
-"""What the pages ask about the fleet as a whole: what runs, what was measured, what needs attention.
+"""What the pages ask about the fleet as a whole: what runs, what was measured, what is wrong.
 
 Every function states its query count, which does not grow with the number of devices.
 """

@@ -6,7 +6,9 @@ from dashboards.charts import HEIGHT, LEFT, RIGHT, WIDTH, Level, Line, line_char
 
 
 def test_it_places_points_in_the_plot() -> None:
-    chart = line_chart(title="t", summary="s", lines=[Line("a", "ink", ((0, 0), (10, 5)))], y_range=(0, 10))
+    chart = line_chart(
+        title="t", summary="s", lines=[Line("a", "ink", ((0, 0), (10, 5)))], y_range=(0, 10)
+    )
     assert chart is not None
     first, last = chart.lines[0].path.split()
     assert first == f"{LEFT},{chart.bottom}"
@@ -27,14 +29,19 @@ def test_it_draws_a_single_point_without_a_path() -> None:
 
 def test_it_keeps_levels_in_view() -> None:
     chart = line_chart(
-        title="t", summary="s", lines=[Line("a", "ink", ((0, 0), (1, 1)))], levels=[Level("l", "bad", 50)]
+        title="t",
+        summary="s",
+        lines=[Line("a", "ink", ((0, 0), (1, 1)))],
+        levels=[Level("l", "bad", 50)],
     )
     assert chart is not None
     assert chart.top <= chart.levels[0].at <= chart.bottom
 
 
 def test_it_clips_values_outside_a_given_range() -> None:
-    chart = line_chart(title="t", summary="s", lines=[Line("a", "ink", ((0, -99), (1, 99)))], y_range=(0, 1))
+    chart = line_chart(
+        title="t", summary="s", lines=[Line("a", "ink", ((0, -99), (1, 99)))], y_range=(0, 1)
+    )
     assert chart is not None
     ys = [float(pair.split(",")[1]) for pair in chart.lines[0].path.split()]
     assert ys == [chart.bottom, chart.top]

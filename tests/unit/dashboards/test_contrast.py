@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-CSS = (Path(__file__).resolve().parents[3] / "dashboards/static/dashboards/app.css").read_text("utf-8")
+CSS = (Path(__file__).resolve().parents[3] / "dashboards/static/dashboards/app.css").read_text(
+    "utf-8"
+)
 PAIRS = [
     (text, surface)
     for text in ("text", "muted", "faint", "accent", "good", "warn", "bad")
@@ -41,7 +43,9 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-on-".join)
-@pytest.mark.parametrize("selector", [":root {", ':root[data-theme="dark"] {'], ids=["light", "dark"])
+@pytest.mark.parametrize(
+    "selector", [":root {", ':root[data-theme="dark"] {'], ids=["light", "dark"]
+)
 def test_it_is_readable(selector: str, pair: tuple[str, str]) -> None:
     colors = tokens(selector)
     assert contrast(colors[pair[0]], colors[pair[1]]) >= 4.5

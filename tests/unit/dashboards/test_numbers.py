@@ -64,7 +64,14 @@ def test_it_shows_durations(value: object, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (12, "12"), (1234567, "1,234,567"), (1.2345, "1.23"), (0.00123, "0.00123"), (None, DASH)],
+    [
+        (0, "0"),
+        (12, "12"),
+        (1234567, "1,234,567"),
+        (1.2345, "1.23"),
+        (0.00123, "0.00123"),
+        (None, DASH),
+    ],
 )
 def test_it_shows_figures(value: object, text: str) -> None:
     assert tags.figure(value) == text
@@ -85,7 +92,9 @@ def test_it_says_how_long_ago() -> None:
 
 
 def test_it_escapes_digests_in_attributes() -> None:
-    assert '"' not in str(tags.short('"><b>')).replace('class="mono"', "").replace("title=", "")[8:9]
+    assert (
+        '"' not in str(tags.short('"><b>')).replace('class="mono"', "").replace("title=", "")[8:9]
+    )
     assert "<b>" not in str(tags.short('"><b>'))
 
 

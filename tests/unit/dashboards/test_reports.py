@@ -4,12 +4,22 @@ from dashboards.reports import report_of
 
 
 def test_it_shows_scalars_as_facts_in_their_units() -> None:
-    report = report_of({"size_bytes": 2_500_000, "wall_s": 61, "hit_ratio": 0.5, "isa": "v3", "ok": True})
-    assert dict(report.facts) == {"Size": "2.50 MB", "Wall": "1 m 1 s", "Hit": "50.0 %", "Isa": "v3", "Ok": "yes"}
+    report = report_of(
+        {"size_bytes": 2_500_000, "wall_s": 61, "hit_ratio": 0.5, "isa": "v3", "ok": True}
+    )
+    assert dict(report.facts) == {
+        "Size": "2.50 MB",
+        "Wall": "1 m 1 s",
+        "Hit": "50.0 %",
+        "Isa": "v3",
+        "Ok": "yes",
+    }
 
 
 def test_it_shows_lists_of_objects_as_tables() -> None:
-    report = report_of({"stages": [{"name": "parse", "took_ms": 3.0}, {"name": "pack", "cached": False}]})
+    report = report_of(
+        {"stages": [{"name": "parse", "took_ms": 3.0}, {"name": "pack", "cached": False}]}
+    )
     (table,) = report.tables
     assert table.title == "Stages"
     assert table.columns == ("Name", "Took", "Cached")
