@@ -7,6 +7,7 @@ An axis of `past + new` rows is `P + T`; routed rows of a top-2 layer are `2*T`.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 Binding = Mapping[str, int]
 
@@ -69,6 +70,7 @@ def linear(constant: int, terms: Iterable[tuple[str, int]]) -> Dim:
     return Dim(constant, tuple(sorted((s, f) for s, f in total.items() if f)))
 
 
+@lru_cache(maxsize=4096)
 def parse_dim(text: str) -> Dim:
     """Parse what `str(Dim)` writes.
 
@@ -89,15 +91,18 @@ def parse_dim(text: str) -> Dim:
 
 
 def witnesses(symbols: Iterable[str]) -> tuple[Binding, ...]:
-    """Return bindings that pin down every linear expression in `symbols`, and one more to check it.
+    """Return bindings that pin down every linear expression in `symbols`, and two more to check it.
 
-    The first is the origin of the fit, then one per symbol, then the check. Sizes are small and
-    mutually distinct, so that arrays of indices stay cheap and axes cannot be confused.
+    The first is the origin of the fit, then one per symbol, then the checks; the last one turns the
+    order of the symbols' sizes around, so that a maximum is not taken for one of them. Sizes are
+    small and mutually distinct: arrays of indices stay cheap and axes cannot be confused.
     """
     names = sorted(set(symbols))
     origin = dict(zip(names, (5, 3, 7, 11, 13), strict=False))
     steps = [{**origin, name: origin[name] + 1} for name in names]
-    return (origin, *steps, {name: 2 * value + 3 for name, value in origin.items()})
+    doubled = {name: 2 * value + 3 for name, value in origin.items()}
+    turned = dict(zip(reversed(names), (17, 4, 2, 6, 9), strict=False))
+    return (origin, *steps, doubled, turned)
 
 
 def fit(values: Iterable[int], bindings: tuple[Binding, ...]) -> Dim | None:

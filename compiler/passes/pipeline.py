@@ -1,6 +1,6 @@
 """The passes in the order in which they run. A pass is registered by standing in this list."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -64,12 +64,12 @@ class LoweredPipeline:
     notes: tuple[str, ...]
 
 
-def lower_pipeline(imported: ImportedPipeline, *, verify: bool = True) -> LoweredPipeline:
+def lower_pipeline(imported: ImportedPipeline, *, verify: bool = False) -> LoweredPipeline:
     """Run all passes on a copy of the imported module and lower it.
 
     Args:
         imported: What `compiler.frontend.import_pipeline` returned; it is not changed.
-        verify: Run the IR verifier after each pass.
+        verify: Run the IR verifier after each pass, not only after each stage.
 
     Raises:
         UnsupportedOperatorError: A node has no kernel where it stands; operator and node are named.
@@ -80,12 +80,13 @@ def lower_pipeline(imported: ImportedPipeline, *, verify: bool = True) -> Lowere
     texts: dict[str, str] = {}
     for stage, passes in STAGES.items():
         notes.extend(run_passes(module, ctx, passes, verify=verify))
+        module.verify()
         texts[stage] = print_module(module)
     return LoweredPipeline(lower(module, ctx), MappingProxyType(texts), tuple(notes))
 
 
 def run_passes(
-    module: ModuleOp, ctx: PassContext, passes: tuple[Pass, ...], *, verify: bool = True
+    module: ModuleOp, ctx: PassContext, passes: Sequence[Pass], *, verify: bool = False
 ) -> list[str]:
     """Run passes in order on `module`; return one note per pass."""
     notes = []
