@@ -1,5 +1,14 @@
-"""The device API under `/d/v1/`."""
+"""The device API under `/d/v1/`. `poll` and `blobs` are answered before, by `fleet.edge`."""
 
-from django.urls import URLPattern
+from django.urls import path
 
-urlpatterns: list[URLPattern] = []
+from fleet.apis import device
+
+urlpatterns = [
+    path("enrol", device.enrol, name="device-enrol"),
+    path("token", device.token, name="device-token"),
+    path("poll", device.poll, name="device-poll"),
+    path("updates/<int:update_id>/assignment", device.assignment, name="update-assignment"),
+    path("updates/<int:update_id>/report", device.report, name="update-report"),
+    path("telemetry", device.telemetry, name="device-telemetry"),
+]

@@ -105,6 +105,16 @@ def device_enrol(*, request: EnrolmentRequest, clock: Clock | None = None) -> tu
         return known, False
 
 
+def enrolment_require(*, request: EnrolmentRequest, clock: Clock | None = None) -> None:
+    """Check that enrolling would be allowed, before anything is stored for a stranger.
+
+    Raises:
+        ClaimError: The key is unknown and the claim token does not let it join.
+    """
+    if not Device.objects.filter(key_thumbprint=sha256_hex(request.public_key)).exists():
+        claim_check(text=request.claim, now=(clock or SystemClock()).now())
+
+
 def device_token(*, device_id: str, thumbprint: str, clock: Clock | None = None) -> str:
     """Return a session token for a device that has just proved its key.
 

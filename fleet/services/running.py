@@ -18,11 +18,14 @@ BATCH = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One poll: who, when (server time), and what it said it runs; empty: nothing yet."""
+    """One poll: who, when (server time), and what it said it runs.
+
+    `manifest_sha256` is empty when it runs nothing yet, and None when it did not say.
+    """
 
     device_pk: int
     at: datetime
-    manifest_sha256: str
+    manifest_sha256: str | None
 
 
 @transaction.atomic
@@ -44,7 +47,9 @@ def heartbeats_store(*, beats: Iterable[Beat]) -> int:
         Heartbeat.objects.bulk_create(
             [
                 Heartbeat(
-                    device_id=beat.device_pk, at=beat.at, manifest_sha256=beat.manifest_sha256
+                    device_id=beat.device_pk,
+                    at=beat.at,
+                    manifest_sha256=_said(beat, known[beat.device_pk]),
                 )
                 for beat in part
             ],
@@ -53,11 +58,14 @@ def heartbeats_store(*, beats: Iterable[Beat]) -> int:
             update_fields=["at", "manifest_sha256"],
         )
         for beat in part:
-            if beat.manifest_sha256 != known[beat.device_pk]:
-                device_runs(
-                    device_pk=beat.device_pk, manifest_sha256=beat.manifest_sha256, at=beat.at
-                )
+            manifest = _said(beat, known[beat.device_pk])
+            if manifest != known[beat.device_pk]:
+                device_runs(device_pk=beat.device_pk, manifest_sha256=manifest, at=beat.at)
     return len(pks)
+
+
+def _said(beat: Beat, known: str) -> str:
+    return known if beat.manifest_sha256 is None else beat.manifest_sha256
 
 
 def device_runs(*, device_pk: int, manifest_sha256: str, at: datetime) -> bool:

@@ -1,0 +1,71 @@
+"""Devices of the fleet."""
+
+from typing import Annotated, Any
+
+from django.http import HttpRequest
+from ninja import Query, Router
+
+from builds.common.auth import request_actor, require
+from builds.common.paging import DEFAULT_LIMIT, Page, page_of
+from builds.common.roles import Permission
+from fleet.apis.schemas import AdmitIn, DeviceDetailOut, DeviceOut, DevicePage
+from fleet.models import Device
+from fleet.selectors.listing import (
+    answers_summary,
+    device_answers,
+    device_get,
+    device_list,
+    device_updates,
+)
+from fleet.selectors.poll import device_explain
+from fleet.services.enrolment import device_admit
+from fleet.states import DeviceEvent
+
+router = Router()
+UPDATES_SHOWN = 20
+Limit = Annotated[int, Query(DEFAULT_LIMIT)]
+Cursor = Annotated[str, Query("")]
+Filter = Annotated[str, Query("")]
+
+
+@router.get("/devices", response=DevicePage, operation_id="device_list")
+def devices_get(
+    request: HttpRequest,
+    limit: Limit,
+    cursor: Cursor,
+    state: Filter,
+    target: Filter,
+    model: Filter,
+    version: Filter,
+) -> Page[Device]:
+    """List devices, newest first; every filter is optional."""
+    require(request_actor(request), Permission.VIEW)
+    rows = device_list(state=state, target=target, model=model, version=version)
+    return page_of(rows, limit=limit, cursor=cursor)
+
+
+@router.get("/devices/{device_pk}", response=DeviceDetailOut, operation_id="device_get")
+def one_device_get(request: HttpRequest, device_pk: int) -> dict[str, Any]:
+    """Return one device: facts, what it is told now and why, its updates and measurements."""
+    require(request_actor(request), Permission.VIEW)
+    device = device_get(device_pk)
+    shape = DeviceOut.from_orm(device).model_dump()
+    return {
+        **shape,
+        "fingerprint": device.fingerprint.document,
+        "why": device_explain(device_pk=device_pk),
+        "updates": device_updates(device_pk, limit=UPDATES_SHOWN),
+        "answers": [answers_summary(row) for row in device_answers(device_pk)],
+    }
+
+
+@router.post("/devices/{device_pk}/admit", response=DeviceOut, operation_id="device_admit")
+def device_admit_post(request: HttpRequest, device_pk: int, body: AdmitIn) -> Device:
+    """Accept, reject or retire a device."""
+    device_admit(
+        actor=request_actor(request),
+        device_pk=device_pk,
+        event=DeviceEvent(body.action),
+        reason=body.reason,
+    )
+    return device_get(device_pk)

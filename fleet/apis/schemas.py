@@ -1,0 +1,291 @@
+"""JSON shapes of the fleet's part of the management API."""
+
+from datetime import datetime
+from typing import Any, Literal
+
+from django.core.exceptions import ObjectDoesNotExist
+from ninja import Field, Schema
+
+from compiler.contract.canonical import parse_object
+from fleet.models import ClaimToken, Device, GateLook, Group, Rollout, Stage, Update
+from fleet.selectors.poll import Explanation
+
+Action = Literal["accept", "reject", "retire"]
+
+
+class ReasonIn(Schema):
+    reason: str = Field("", max_length=500)
+
+
+class AdmitIn(Schema):
+    action: Action
+    reason: str = Field("", max_length=500)
+
+
+class ClaimIn(Schema):
+    name: str = Field(..., max_length=100)
+    uses: int = Field(1, ge=1)
+    expires_at: datetime | None = None
+    device_class: str = Field("", max_length=32)
+    accepts: bool = True
+
+
+class ClaimOut(Schema):
+    id: int
+    name: str
+    uses_left: int
+    devices: int
+    expires_at: datetime | None
+    device_class: str
+    accepts: bool
+    created_by: str
+    created_at: datetime
+
+    @staticmethod
+    def resolve_devices(row: ClaimToken) -> int:
+        return int(getattr(row, "device_count", 0))
+
+
+class NewClaimOut(ClaimOut):
+    token: str = Field(..., description="Shown once.")
+
+
+class GroupIn(Schema):
+    name: str = Field(..., max_length=64)
+    model: str = Field(..., max_length=64)
+    filter: dict[str, Any] = Field(default_factory=dict)
+
+
+class GroupOut(Schema):
+    name: str
+    model: str
+    filter: dict[str, Any]
+    created_at: datetime
+
+    @staticmethod
+    def resolve_model(row: Group) -> str:
+        return row.model.name
+
+
+class DeviceOut(Schema):
+    id: int
+    device_id: str
+    serial: str
+    name: str
+    state: str
+    target: str
+    device_class: str
+    tags: list[str]
+    model: str | None
+    running_version: str | None
+    running_manifest_sha256: str
+    enrolled_at: datetime
+    seen_at: datetime | None
+
+    @staticmethod
+    def resolve_target(row: Device) -> str:
+        return row.target.name
+
+    @staticmethod
+    def resolve_model(row: Device) -> str | None:
+        return row.model.name if row.model else None
+
+    @staticmethod
+    def resolve_running_version(row: Device) -> str | None:
+        return row.running_bundle.version.version if row.running_bundle else None
+
+    @staticmethod
+    def resolve_seen_at(row: Device) -> datetime | None:
+        try:
+            polled: datetime | None = row.heartbeat.at
+        except ObjectDoesNotExist:
+            polled = None
+        return max((at for at in (polled, row.last_seen_at) if at is not None), default=None)
+
+
+class UpdateOut(Schema):
+    id: int
+    rollout_id: int
+    kind: str
+    version: str
+    state: str
+    attempt: int
+    used_delta: bool
+    downloaded_bytes: int
+    code: str
+    message: str
+    queued_at: datetime
+    offered_at: datetime | None
+    activated_at: datetime | None
+    finished_at: datetime | None
+
+    @staticmethod
+    def resolve_version(row: Update) -> str:
+        return row.bundle.version.version
+
+
+class ExplanationOut(Schema):
+    answer: dict[str, Any] | None
+    reasons: list[str]
+
+    @staticmethod
+    def resolve_answer(row: Explanation) -> dict[str, Any] | None:
+        return None if row.answer is None else dict(parse_object(row.answer.to_bytes()))
+
+
+class DeviceDetailOut(DeviceOut):
+    fingerprint: dict[str, Any]
+    why: ExplanationOut
+    updates: list[UpdateOut]
+    answers: list[dict[str, Any]]
+
+
+class DevicePage(Schema):
+    items: list[DeviceOut]
+    next: str | None
+
+
+class GroupPage(Schema):
+    items: list[GroupOut]
+    next: str | None
+
+
+class ClaimPage(Schema):
+    items: list[ClaimOut]
+    next: str | None
+
+
+class GoalIn(Schema):
+    percent: float | None = None
+    count: int | None = None
+
+
+class RolloutIn(Schema):
+    model: str = Field(..., max_length=64)
+    version: str = Field(..., max_length=64)
+    group: str = Field(..., max_length=64)
+    stages: list[GoalIn] = Field(..., min_length=1, max_length=32)
+    gate: dict[str, Any] = Field(default_factory=dict)
+    name: str = Field("", max_length=100)
+    needs_approval: bool = False
+
+
+class StageOut(Schema):
+    index: int
+    percent: float | None
+    count: int | None
+    state: str
+    is_release: bool
+    treatment_target: int | None
+    opened_at: datetime | None
+    decided_at: datetime | None
+    reason: str
+
+
+class RolloutOut(Schema):
+    id: int
+    name: str
+    model: str
+    version: str
+    base_version: str | None
+    group: str
+    state: str
+    is_first_install: bool
+    needs_approval: bool
+    gate: dict[str, Any]
+    stages: list[StageOut]
+    created_by: str
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    halted_at: datetime | None
+    end_reason: str
+
+    @staticmethod
+    def resolve_model(row: Rollout) -> str:
+        return row.model.name
+
+    @staticmethod
+    def resolve_version(row: Rollout) -> str:
+        return row.version.version
+
+    @staticmethod
+    def resolve_base_version(row: Rollout) -> str | None:
+        return row.base_version.version if row.base_version else None
+
+    @staticmethod
+    def resolve_group(row: Rollout) -> str:
+        return row.group.name
+
+    @staticmethod
+    def resolve_stages(row: Rollout) -> list[Stage]:
+        return sorted(row.stages.all(), key=lambda stage: stage.index)
+
+
+class LookOut(Schema):
+    id: int
+    at: datetime
+    stage: int
+    decision: str
+    action: str
+    evidence_ratio: float
+    reasons: list[str]
+
+    @staticmethod
+    def resolve_stage(row: GateLook) -> int:
+        return row.stage.index
+
+    @staticmethod
+    def resolve_evidence_ratio(row: GateLook) -> float:
+        return float(10 ** min(300.0, row.log_evidence / 2.302585092994046))
+
+    @staticmethod
+    def resolve_reasons(row: GateLook) -> list[str]:
+        return list(row.verdict["reasons"])
+
+
+class CountsOut(Schema):
+    devices_exposed: int
+    installs: dict[str, int]
+    rollbacks: dict[str, int]
+    downloaded_bytes: int
+
+
+class RolloutDetailOut(RolloutOut):
+    counts: CountsOut
+    last_look: LookOut | None
+
+
+class ArmOut(Schema):
+    counts: dict[str, int]
+    latency_ms: dict[str, float | None]
+
+
+class FullLookOut(LookOut):
+    spec: dict[str, Any]
+    evidence: dict[str, Any]
+    verdict: dict[str, Any]
+
+
+class EvidenceOut(Schema):
+    arms: dict[str, ArmOut]
+    counts: CountsOut
+    last_look: FullLookOut | None
+    looks: list[LookOut]
+    next: str | None
+
+
+class RolloutPage(Schema):
+    items: list[RolloutOut]
+    next: str | None
+
+
+class PreviewStageOut(Schema):
+    total: int
+    is_release: bool
+
+
+class PreviewOut(Schema):
+    stages: list[PreviewStageOut]
+    devices: int
+    left_out: dict[str, int]

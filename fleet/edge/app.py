@@ -1,0 +1,128 @@
+"""The WSGI application: hot paths here, everything else Django's."""
+
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+from django.conf import settings
+
+from builds.common.clock import Clock, SystemClock
+from builds.common.errors import ApplicationError, InvalidInputError, NotFoundError
+from builds.storage import blob_store
+from compiler.contract.canonical import SHA256_PATTERN
+from compiler.contract.protocol import PATH_POLL
+from fleet.common.tokens import bearer, check, token_key
+from fleet.edge.blobs import blob_answer
+from fleet.edge.holder import BeatBuffer, Keeper, SnapshotHolder
+from fleet.edge.snapshot import Snapshot
+from fleet.edge.wire import Environ, StartResponse, WsgiApp, problem, status_line
+from fleet.errors import DeviceStateError, DeviceUnauthorizedError, UpdateCancelledError
+
+PATH_BLOBS: Final = "/d/v1/blobs/"
+READING: Final = frozenset(("GET", "HEAD"))
+_OK: Final = status_line(HTTPStatus.OK)
+_UNCHANGED: Final = status_line(HTTPStatus.NOT_MODIFIED)
+
+
+class Edge:
+    """The hot paths in front of another WSGI application."""
+
+    def __init__(
+        self,
+        behind: WsgiApp,
+        *,
+        holder: SnapshotHolder,
+        beats: BeatBuffer,
+        keeper: Keeper | None,
+        clock: Clock,
+    ) -> None:
+        self._behind = behind
+        self._holder = holder
+        self._beats = beats
+        self._keeper = keeper
+        self._clock = clock
+        self._key = token_key(settings.SECRET_KEY)
+
+    def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
+        """Answer one request."""
+        path = environ.get("PATH_INFO", "")
+        is_poll = path == PATH_POLL
+        if not is_poll and not path.startswith(PATH_BLOBS):
+            return self._behind(environ, start_response)
+        if environ["REQUEST_METHOD"] not in READING:
+            return self._behind(environ, start_response)
+        if self._keeper is not None:
+            self._keeper.ensure()
+        try:
+            if is_poll:
+                return self._poll(environ, start_response)
+            return self._blob(environ, start_response, path[len(PATH_BLOBS) :])
+        except ApplicationError as error:
+            return problem(start_response, error)
+
+    def _poll(self, environ: Environ, start_response: StartResponse) -> list[bytes]:
+        snapshot = self._holder.current()
+        device_pk = self._device(environ, snapshot)
+        self._beats.add(device_pk, _running(environ))
+        answer = snapshot.answers.get(device_pk, snapshot.idle)
+        headers = [("ETag", answer.etag), ("Cache-Control", "private, no-cache")]
+        if environ.get("HTTP_IF_NONE_MATCH") == answer.etag:
+            start_response(_UNCHANGED, headers)
+            return [b""]
+        headers.append(("Content-Type", "application/json"))
+        headers.append(("Content-Length", str(len(answer.body))))
+        start_response(_OK, headers)
+        return [answer.body]
+
+    def _blob(
+        self, environ: Environ, start_response: StartResponse, sha256: str
+    ) -> Iterable[bytes]:
+        device_pk = self._device(environ, self._holder.current())
+        if SHA256_PATTERN.fullmatch(sha256) is None:
+            raise NotFoundError("a blob is named by its SHA-256")
+        update_id = _update_id(environ)
+
+        def is_live() -> bool:
+            return self._holder.current().live.get(update_id) == device_pk
+
+        if not is_live():
+            raise UpdateCancelledError(
+                f"update {update_id} may not proceed", hint="poll for what to do instead"
+            )
+        return blob_answer(environ, start_response, blob_store(), sha256, is_live)
+
+    def _device(self, environ: Environ, snapshot: Snapshot) -> int:
+        text = bearer(environ.get("HTTP_AUTHORIZATION", ""))
+        token = check(self._key, text, self._clock.now().timestamp())
+        if token is None or not snapshot.admits(token.device_pk, token.generation):
+            raise DeviceUnauthorizedError(
+                "the session token is missing, wrong or expired", hint="POST /d/v1/token"
+            )
+        if token.device_pk in snapshot.denied:
+            raise DeviceStateError("this device is not a member of the fleet")
+        return token.device_pk
+
+
+def wrap(behind: WsgiApp) -> Edge:
+    """Return the platform's WSGI application; threads start with the first device request."""
+    max_age_s = settings.SPARSEFLEET.snapshot_max_age_s
+    clock = SystemClock()
+    holder, beats = SnapshotHolder(max_age_s), BeatBuffer(clock)
+    keeper = Keeper(holder, beats, max_age_s / 2)
+    return Edge(behind, holder=holder, beats=beats, keeper=keeper, clock=clock)
+
+
+def _running(environ: Environ) -> str | None:
+    """Return the manifest that the device says it runs; empty: nothing; None: it did not say."""
+    value = environ.get("HTTP_SPARSEFLEET_RUNNING")
+    if value is None or value == "" or SHA256_PATTERN.fullmatch(value):
+        return value
+    raise InvalidInputError("Sparsefleet-Running must be the SHA-256 of a manifest, or empty")
+
+
+def _update_id(environ: Environ) -> int:
+    text = parse_qs(environ.get("QUERY_STRING", "")).get("update", [""])[0]
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise InvalidInputError("a blob is fetched for an update: add ?update=<id>")
+    return int(text)
