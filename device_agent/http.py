@@ -33,7 +33,6 @@ from device_agent.errors import (
 )
 
 USER_AGENT: Final = "sparsefleet-agent/1"
-CHUNK_BYTES: Final = 64 * 1024
 MAX_PROBLEM_BYTES: Final = 16 * 1024
 MAX_TRIES: Final = 1_000
 _BUSY: Final = HTTPStatus.TOO_MANY_REQUESTS
@@ -93,7 +92,7 @@ class HttpClient:
         self._http = httpx.Client(
             base_url=config.server_url,
             transport=transport,
-            verify=_trusted_certificates(config.ca_file),
+            verify=_trusted_certificates(config),
             timeout=httpx.Timeout(config.read_timeout_s, connect=config.connect_timeout_s),
             headers={"User-Agent": USER_AGENT, "Accept-Encoding": "identity"},
             follow_redirects=False,
@@ -259,18 +258,18 @@ def with_retries(
 
 
 def _raw(response: httpx.Response) -> Iterator[bytes]:
-    return response.iter_raw(CHUNK_BYTES)
+    return response.iter_raw()
 
 
 def _reason(error: httpx.HTTPError) -> str:
     return str(error) or type(error).__name__
 
 
-def _trusted_certificates(ca_file: str) -> ssl.SSLContext | bool:
-    if not ca_file:
-        return True
+def _trusted_certificates(config: AgentConfig) -> ssl.SSLContext:
+    if not config.server_url.startswith("https:"):
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody, and costs nothing
     try:
-        return ssl.create_default_context(cafile=ca_file)
+        return ssl.create_default_context(cafile=config.ca_file or None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(f"ca_file cannot be used: {error}") from error
 

@@ -259,7 +259,7 @@ class ReleaseServer:
             return _problem(410, "fleet.update_cancelled")
         return Answer(200, self.assign(update, request.query["nonce"]))
 
-    def _assign(self, update: Update, nonce: str, **changes: Any) -> bytes:
+    def _assign(self, update: Update, nonce: str, /, **changes: Any) -> bytes:
         with self._lock:
             self.assignment_seq += 1
         values: dict[str, Any] = {
