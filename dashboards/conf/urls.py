@@ -1,9 +1,13 @@
 """Every address of the platform: device API, update metadata, management API, pages."""
 
-from builds.apis import api as management_api
 from django.urls import include, path
 
+from builds.apis import api as management_api
 from dashboards.views.health import healthz, readyz
+from fleet.apis import routers as fleet_routers
+
+for _prefix, _router, _tag in fleet_routers:
+    management_api.add_router(_prefix, _router, tags=[_tag])
 
 urlpatterns = [
     path("healthz", healthz, name="healthz"),

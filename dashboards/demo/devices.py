@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -11,6 +11,7 @@ from dashboards.demo.processes import ProcessGroup
 
 QUESTIONS_PER_S: Final = 4.0
 FARM_PER_LEVEL: Final = 4
+FARM: Final = "lab"
 LADDER: Final = ("x86-64-v4-vnni", "x86-64-v3", "x86-64-v2", "x86-64-v1")
 
 
@@ -46,32 +47,48 @@ def start_agent(
     level: Level,
     settings: Mapping[str, str | float],
     folder: Path,
-    count: int = 1,
 ) -> None:
-    """Start one agent process; `count` above 1 runs that many agents in it.
+    """Start one agent in a process of its own.
 
     Args:
         group: Where the process belongs.
-        name: Serial number and display name (a prefix of them when `count` > 1).
+        name: Serial number and display name.
         level: What its probe may report.
         settings: Settings shared by all agents of the demo.
         folder: Parent of its state folder.
-        count: Number of agents.
     """
-    home = folder / name
+    config = _configure(folder / name, name, {**settings, "isa_limit": level.limit})
+    group.start(name, [sys.executable, "-m", "device_agent", "run", "--config", config])
+
+
+def start_farm(
+    group: ProcessGroup,
+    *,
+    levels: Sequence[Level],
+    per_level: int,
+    settings: Mapping[str, str | float],
+    folder: Path,
+) -> int:
+    """Start further agents that share one process; return how many."""
+    count = per_level * len(levels)
+    config = _configure(folder / FARM, FARM, settings)
+    limits = ",".join(level.limit for level in levels)
+    group.start(
+        FARM,
+        [
+            *(sys.executable, "-m", "device_agent", "farm", "--config", config),
+            *("--count", str(count), f"--isa-limits={limits}"),
+        ],
+    )
+    return count
+
+
+def _configure(home: Path, name: str, settings: Mapping[str, str | float]) -> Path:
     home.mkdir(parents=True)
-    config = home / "agent.toml"
-    values = {
-        **settings,
-        "state_dir": str(home / "state"),
-        "serial": name,
-        "name": name,
-        "isa_limit": level.limit,
-    }
-    config.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
-    command = [sys.executable, "-m", "device_agent", "--config", str(config)]
-    command += ["farm", "--count", str(count)] if count > 1 else ["run"]
-    group.start(name, command)
+    values = {**settings, "state_dir": str(home / "state"), "serial": name, "name": name}
+    path = home / "agent.toml"
+    path.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in values.items()))
+    return path
 
 
 def agent_settings(

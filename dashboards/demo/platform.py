@@ -18,7 +18,7 @@ HOST: Final = "127.0.0.1"
 WEB_THREADS: Final = 16
 POLL_AFTER_S: Final = "1.0"
 TICK_S: Final = "1.0"
-KEPT: Final = "cache"
+CACHE: Final = "cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +32,25 @@ class Access:
 
 
 def fresh_state(root: Path) -> Path:
-    """Empty the demo's folder except the compile cache, and return the platform's state folder.
+    """Empty the demo's folder except the compiler's cache; return the platform's state folder.
 
-    The cache is content-addressed, so what an earlier run left there is either right or not found.
+    The cache is content-addressed: what an earlier run left there is either right or not found.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    for entry in root.iterdir():
-        if entry.name == KEPT:
+    state = root / "platform"
+    state.mkdir(parents=True, exist_ok=True)
+    _clear(root, keep=state.name)
+    _clear(state, keep=CACHE)
+    return state
+
+
+def _clear(folder: Path, *, keep: str) -> None:
+    for entry in folder.iterdir():
+        if entry.name == keep:
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
             entry.unlink()
-    state = root / "platform"
-    state.mkdir()
-    (root / KEPT).mkdir(exist_ok=True)
-    return state
 
 
 def platform_environment(state: Path, probation_s: float) -> Mapping[str, str]:
@@ -59,7 +62,6 @@ def platform_environment(state: Path, probation_s: float) -> Mapping[str, str]:
         SPARSEFLEET_POLL_AFTER_S=POLL_AFTER_S,
         SPARSEFLEET_TICK_S=TICK_S,
         SPARSEFLEET_PROBATION_S=str(probation_s),
-        SPARSEFLEET_COMPILE_CACHE=str(state.parent / KEPT),
         SPARSEFLEET_NO_BOOTSTRAP="1",
         PYTHONUNBUFFERED="1",
     )
