@@ -22,19 +22,25 @@ BROKEN: Final = 2
 NOT_WEIGHTS: Final = frozenset(("plan", "kernels", "pipeline", "selftest"))
 
 
+def load_plan(directory: Path) -> NativePlan:
+    """Load the bundle in `directory`.
+
+    Raises:
+        ContractError: Plan, kernels or weights do not fit each other.
+        OSError: A file is missing or cannot be read.
+    """
+    weights = {
+        path.name: path.read_bytes() for path in directory.iterdir() if path.name not in NOT_WEIGHTS
+    }
+    return NativePlan(directory / "kernels", (directory / "plan").read_bytes(), weights)
+
+
 def main(directory: Path) -> int:
     """Load the bundle in `directory`, run its self-test, print the report."""
-    files = {path.name: path for path in directory.iterdir()}
     try:
-        weights = {
-            name: path.read_bytes() for name, path in files.items() if name not in NOT_WEIGHTS
-        }
-        plan = NativePlan(files["kernels"], files["plan"].read_bytes(), weights)
-        try:
-            report = run_selftest(plan, files["selftest"].read_bytes())
-        finally:
-            plan.close()
-    except (ContractError, OSError, KeyError) as error:
+        with load_plan(directory) as plan:
+            report = run_selftest(plan, (directory / "selftest").read_bytes())
+    except (ContractError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return BROKEN
     sys.stdout.write(json.dumps(report.to_json()) + "\n")

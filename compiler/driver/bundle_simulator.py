@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from compiler.contract.plan import Plan, PlanProgram, PlanWeight, parse_plan
-from compiler.contract.plan_format import DTYPE_NAMES, LANES, Direction, Kind, align
+from compiler.contract.plan_format import DTYPE_NAMES, PANEL, Direction, Kind
 from compiler.contract.session import Buffer as Bytes
 from compiler.emitters.plan import read_packed
 from compiler.kernels.program import Buffer, Call, KvCache, Module, Program, Weight
@@ -83,8 +83,9 @@ class BundleSimulator:
 def _array(weight: PlanWeight, section: bytes) -> np.ndarray:
     data = section[weight.offset : weight.offset + weight.length]
     if weight.kind is Kind.F32_TAPS:
-        taps = np.frombuffer(data, "<f4").reshape(weight.cols, align(weight.rows, LANES))
-        return np.ascontiguousarray(taps[:, : weight.rows].T)
+        panels = np.frombuffer(data, "<f4").reshape(-1, weight.cols, PANEL)
+        rows = panels.transpose(0, 2, 1).reshape(-1, weight.cols)
+        return np.ascontiguousarray(rows[: weight.rows])
     return np.frombuffer(data, "<i4" if weight.kind is Kind.I32 else "<f4").reshape(
         weight.rows, weight.cols
     )

@@ -23,7 +23,13 @@ from compiler.driver.bundle_simulator import BundleSimulator
 from compiler.driver.cache import StageCache, cache_key, scratch_directory
 from compiler.driver.cards import Card, read_cards
 from compiler.driver.lowering import lower_submission
-from compiler.driver.native_check import NativeCheck, check_native
+from compiler.driver.native_check import (
+    NativeCheck,
+    check_native,
+    find_hints,
+    host_target,
+    runs_here,
+)
 from compiler.driver.options import CompiledBundle, CompileOptions
 from compiler.driver.provenance import (
     CALIBRATION,
@@ -40,7 +46,7 @@ from compiler.driver.sections import (
     sqnr_rows,
     weight_kinds,
 )
-from compiler.driver.selftest import make_selftest
+from compiler.driver.selftest import Hint, make_selftest
 from compiler.driver.stages import Portable, StageClock
 from compiler.emitters.c import render_kernels
 from compiler.emitters.plan import emit_plan
@@ -77,7 +83,7 @@ def compile_model(submission_dir: Path, options: CompileOptions) -> CompiledBund
     portable = run.portable()
     plan = parse_plan(portable.sections["plan"])
     c_source, kernels = run.kernels(plan)
-    selftest = run.selftest(portable)
+    selftest = run.selftest(portable, kernels)
     sections = {**portable.sections, "kernels": kernels, "selftest": selftest.to_bytes()}
     check = run.check_native(sections)
     return run.bundle(portable, plan, sections, selftest, check, c_source)
@@ -149,15 +155,16 @@ class _Compilation:
     def kernels(self, plan: Plan) -> tuple[str, bytes]:
         """Return the C source and the shared library."""
         with self.clock.stage("kernels"):
-            source = render_kernels(self.target, plan.ops)
-            if self.cache.directory is not None:
-                return source, compile_shared(
-                    source, self.target, self.cache.directory / KERNEL_CACHE
-                )
-            with scratch_directory(self.cache) as folder:
-                return source, compile_shared(source, self.target, folder)
+            return self._build(self.target, plan)
 
-    def selftest(self, portable: Portable) -> SelfTest:
+    def _build(self, target: Target, plan: Plan) -> tuple[str, bytes]:
+        source = render_kernels(target, plan.ops)
+        if self.cache.directory is not None:
+            return source, compile_shared(source, target, self.cache.directory / KERNEL_CACHE)
+        with scratch_directory(self.cache) as folder:
+            return source, compile_shared(source, target, folder)
+
+    def selftest(self, portable: Portable, kernels: bytes) -> SelfTest:
         """Return the vectors with the simulator's answers; from the cache if possible."""
         with self.clock.stage("selftest"):
             key = self._key("selftest")
@@ -170,9 +177,21 @@ class _Compilation:
                 self._calibration(portable),
                 expert_sections(portable.sections),
                 self.options.selftest_vectors,
+                self._hints(portable, kernels),
             )
             self.cache.put("selftest", key, {"selftest": selftest.to_bytes()})
             return selftest
+
+    def _hints(self, portable: Portable, kernels: bytes) -> list[Hint]:
+        """Look for rare experts with native code: the target's, or else this machine's."""
+        if not runs_here(self.target):
+            host = host_target()
+            if host is None:
+                return []
+            _, kernels = self._build(host, parse_plan(portable.sections["plan"]))
+        with scratch_directory(self.cache) as folder:
+            sections = {**portable.sections, "kernels": kernels}
+            return find_hints(folder, sections, self.directory, self.options.selftest_timeout_s)
 
     def check_native(self, sections: Mapping[str, bytes]) -> NativeCheck:
         """Run the shipped code against the vectors, where this machine can."""

@@ -11,15 +11,17 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from compiler.contract import selftest_process
 from compiler.contract.canonical import Json
+from compiler.driver import scout
+from compiler.driver.selftest import Hint
 from compiler.errors import SelfTestError
-from compiler.hardware.targets import Target
+from compiler.hardware.targets import Target, best_target
 
 CPU_INFO: Final = Path("/proc/cpuinfo")
 HOST: Final = "host"
@@ -54,6 +56,16 @@ def host_features() -> frozenset[str]:
     return frozenset()
 
 
+def runs_here(target: Target) -> bool:
+    """Return whether this machine can run code for `target`."""
+    return platform.machine() == target.arch and target.features <= host_features()
+
+
+def host_target() -> Target | None:
+    """Return the best target that this machine can run, or None."""
+    return best_target(platform.machine(), host_features())
+
+
 def check_native(
     directory: Path, sections: Mapping[str, bytes], target: Target, timeout_s: float
 ) -> NativeCheck:
@@ -69,18 +81,53 @@ def check_native(
         SelfTestError: An output differs from the simulator's, the plan does not load, the native
             code crashed, or it took too long.
     """
-    if platform.machine() != target.arch or not target.features <= host_features():
+    if not runs_here(target):
         missing = ", ".join(sorted(target.features - host_features()))
         return NativeCheck(
             ASSEMBLED, {"reason": f"this {platform.machine()} lacks {missing or target.arch}"}
         )
+    write_sections(directory, sections)
+    done = _run_child(selftest_process.__name__, [directory], timeout_s)
+    if done.returncode not in (selftest_process.PASSED, selftest_process.FAILED):
+        raise SelfTestError(f"the native self-test did not run: {done.stderr[-_MAX_SHOWN:]}")
+    report: dict[str, Json] = json.loads(done.stdout)
+    if done.returncode == selftest_process.FAILED:
+        shown = json.dumps(report["mismatches"])[:_MAX_SHOWN]
+        raise SelfTestError(
+            f"native code and simulator differ in {report['failed_vectors']} vectors: {shown}"
+        )
+    return NativeCheck(HOST, report)
+
+
+def find_hints(
+    directory: Path, sections: Mapping[str, bytes], submission: Path, timeout_s: float
+) -> list[Hint]:
+    """Return hints about rare experts from native code that runs here; none if that fails.
+
+    Args:
+        directory: An empty directory of our own; the sections are written into it.
+        sections: A bundle without its self-test, with kernels that this machine can run.
+        submission: Directory with the calibration set.
+        timeout_s: Seconds after which the child is killed.
+    """
+    write_sections(directory, sections)
+    try:
+        done = _run_child(scout.__name__, [directory, submission], timeout_s)
+    except SelfTestError:
+        return []
+    return scout.parse_hints(done.stdout) if done.returncode == 0 else []
+
+
+def write_sections(directory: Path, sections: Mapping[str, bytes]) -> None:
+    """Write one file per section, named by component."""
     for name, data in sections.items():
         (directory / name).write_bytes(data)
-    return NativeCheck(HOST, _run_child(directory, timeout_s))
 
 
-def _run_child(directory: Path, timeout_s: float) -> dict[str, Json]:
-    command = [sys.executable, "-m", selftest_process.__name__, str(directory.resolve())]
+def _run_child(
+    module: str, paths: Sequence[Path], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *(str(path.resolve()) for path in paths)]
     try:
         done = subprocess.run(  # noqa: S603 - our own module in our own interpreter
             command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -90,12 +137,4 @@ def _run_child(directory: Path, timeout_s: float) -> dict[str, Json]:
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         raise SelfTestError(f"the native code ended by {name} in the self-test")
-    if done.returncode not in (selftest_process.PASSED, selftest_process.FAILED):
-        raise SelfTestError(f"the native self-test did not run: {done.stderr[-_MAX_SHOWN:]}")
-    report: dict[str, Json] = json.loads(done.stdout)
-    if done.returncode == selftest_process.FAILED:
-        shown = json.dumps(report["mismatches"])[:_MAX_SHOWN]
-        raise SelfTestError(
-            f"native code and simulator differ in {report['failed_vectors']} vectors: {shown}"
-        )
-    return report
+    return done

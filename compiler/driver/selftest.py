@@ -2,13 +2,16 @@
 
 Vectors come from the calibration set (see a card, feed a question, feed the next tokens): a few
 questions of each card, kinds mixed. The first ones make up the asked number; after that a vector is
-added only if it reaches an expert that none before it did, then random prompts are tried. A bundle
+added only if it reaches an expert that none before it did. Rare experts are found by hints (see
+`compiler.driver.scout`), because the simulator is too slow to try thousands of questions; without
+hints, or where they do not suffice, questions and then random prompts are tried in order. A bundle
 whose vectors do not reach every expert is not released: an expert that nothing tests could be wrong
 on every device.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from math import gcd
 from typing import Final, Protocol
 
@@ -23,9 +26,8 @@ from compiler.errors import SelfTestError
 
 STEPS_PER_VECTOR: Final = 4
 QUESTIONS_PER_CARD: Final = 3
-MAX_CANDIDATES: Final = 2_000
-RANDOM_PROMPTS: Final = 256
-RANDOM_PROMPT_TOKENS: Final = 12
+MAX_CANDIDATES: Final = 1_000
+RANDOM_PROMPTS: Final = 64
 GRAPH_ROWS: Final = (1, 2, 3, 5, 8, 13)
 SEED: Final = 20_240
 
@@ -36,6 +38,20 @@ class TracedRunner(PlanRunner, Protocol):
     def take_reached(self) -> frozenset[str]:
         """Return the sections of experts that ran for the first time since the last call."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A question that is said to reach some experts.
+
+    Attributes:
+        card, question: Places in the calibration set.
+        experts: Sections of the experts.
+    """
+
+    card: int
+    question: int
+    experts: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -78,6 +94,7 @@ def make_selftest(
     cards: Sequence[Card],
     experts: Iterable[str],
     vectors: int,
+    hints: Sequence[Hint] = (),
 ) -> SelfTest:
     """Return at least `vectors` vectors that together reach all `experts`.
 
@@ -87,6 +104,7 @@ def make_selftest(
         cards: The calibration set; empty for a model without pictures.
         experts: Sections that must be reached, `expert.L<layer>.E<expert>`.
         vectors: The fewest vectors.
+        hints: Where rare experts may be found; only what the simulator then reaches counts.
 
     Raises:
         SelfTestError: Some expert is not reached by any candidate; the message names it. Train it,
@@ -96,7 +114,9 @@ def make_selftest(
     reached: set[str] = set()
     kept: list[SelfTestVector] = []
     recorder = _Recorder(runner)
-    for name, record in _candidates(pipeline, cards):
+    ordered = _candidates(pipeline, cards)
+    hinted = _hinted_candidates(pipeline, cards, hints, missing)
+    for name, record in chain(islice(ordered, vectors), hinted, ordered):
         if len(kept) >= vectors and not missing:
             break
         record(recorder)
@@ -120,27 +140,94 @@ class _Record(Protocol):
     def __call__(self, recorder: _Recorder) -> None: ...
 
 
-def _candidates(pipeline: Pipeline, cards: Sequence[Card]) -> Iterator[tuple[str, _Record]]:
+Candidate = tuple[str, _Record]
+
+
+def _candidates(pipeline: Pipeline, cards: Sequence[Card]) -> Iterator[Candidate]:
     if pipeline.family == FAMILY_GRAPH:
         yield from _graph_candidates(pipeline)
         return
-    tokens = pipeline.tokens
-    if tokens is None:
-        raise SelfTestError("a model with words needs a vocabulary")
-    for at, (card, question) in enumerate(_order(cards)):
-        if at == MAX_CANDIDATES:
-            break
-        item = cards[card].questions[question]
-        prompt = tokens.prompt(item.prompt, item.words)
-        name = f"card {card} question {question} ({item.kind})"
-        yield name, _question_record(pipeline, tokens, cards[card].image, prompt)
+    tokens = _words_of(pipeline)
+    for card, question in islice(card_order(cards), MAX_CANDIDATES):
+        yield _card_candidate(pipeline, cards, card, question)
     random = np.random.default_rng(SEED)
     for at in range(RANDOM_PROMPTS):
-        ids = random.integers(0, len(tokens.vocabulary), RANDOM_PROMPT_TOKENS)
-        yield f"random prompt {at}", _prompt_record(pipeline, tokens, [int(item) for item in ids])
+        ids = random.integers(0, len(tokens.vocabulary), pipeline.max_step_tokens)
+        yield f"random prompt {at}", _prompt_record(pipeline, [int(item) for item in ids])
 
 
-def _order(cards: Sequence[Card]) -> Iterator[tuple[int, int]]:
+def _hinted_candidates(
+    pipeline: Pipeline, cards: Sequence[Card], hints: Sequence[Hint], missing: set[str]
+) -> Iterator[Candidate]:
+    """Yield the question that reaches most of what is missing, again and again."""
+    left = list(hints)
+    while missing and left:
+        best = max(left, key=lambda hint: len(hint.experts & missing))
+        if not best.experts & missing:
+            return
+        left.remove(best)
+        yield _card_candidate(pipeline, cards, best.card, best.question)
+
+
+def _card_candidate(
+    pipeline: Pipeline, cards: Sequence[Card], card: int, question: int
+) -> Candidate:
+    item = cards[card].questions[question]
+    prompt = _words_of(pipeline).prompt(item.prompt, item.words)
+
+    def record(recorder: _Recorder) -> None:
+        recorder.see(cards[card].image)
+        _record_steps(recorder, pipeline, prompt)
+
+    return f"card {card} question {question} ({item.kind})", record
+
+
+def _prompt_record(pipeline: Pipeline, prompt: Sequence[int]) -> _Record:
+    def record(recorder: _Recorder) -> None:
+        recorder.forget()
+        _record_steps(recorder, pipeline, prompt)
+
+    return record
+
+
+def _record_steps(recorder: _Recorder, pipeline: Pipeline, prompt: Sequence[int]) -> None:
+    """Feed the prompt, then the answer's first tokens, as a device would."""
+    for _ in feed_steps(recorder, pipeline, prompt):
+        pass
+
+
+class Runs(Protocol):
+    """Something that runs programs: the recorder, or a plan."""
+
+    def run(self, program: str, inputs: Mapping[str, bytes]) -> Mapping[str, Buffer]:
+        """Run one program."""
+        ...
+
+
+def feed_steps(
+    runner: Runs, pipeline: Pipeline, prompt: Sequence[int]
+) -> Iterator[Mapping[str, Buffer]]:
+    """Feed a prompt and the first tokens of the answer; yield the outputs of each step."""
+    tokens = _words_of(pipeline)
+    feed: Sequence[int] = prompt[: pipeline.max_step_tokens]
+    position = tokens.position_base
+    for _ in range(STEPS_PER_VECTOR):
+        outputs = runner.run(STEP, step_inputs(feed, position))
+        token = int.from_bytes(bytes(outputs["token"][:4]), "little", signed=True)
+        position += len(feed)
+        feed = (token,)
+        yield outputs
+        if token == tokens.eos:
+            return
+
+
+def _words_of(pipeline: Pipeline) -> TokenSpec:
+    if pipeline.tokens is None:
+        raise SelfTestError("a model with words needs a vocabulary")
+    return pipeline.tokens
+
+
+def card_order(cards: Sequence[Card]) -> Iterator[tuple[int, int]]:
     """Yield (card, question): a few questions of every card, then the next few, until all came."""
     most = max((len(card.questions) for card in cards), default=0)
     for start in range(0, most, QUESTIONS_PER_CARD):
@@ -155,40 +242,7 @@ def _stride(count: int) -> int:
     return next(step for step in (5, 3, 2, 1) if step < max(count, 2) and gcd(step, count) == 1)
 
 
-def _question_record(
-    pipeline: Pipeline, tokens: TokenSpec, image: bytes, prompt: Sequence[int]
-) -> _Record:
-    def record(recorder: _Recorder) -> None:
-        recorder.see(image)
-        _record_steps(recorder, pipeline, tokens, prompt)
-
-    return record
-
-
-def _prompt_record(pipeline: Pipeline, tokens: TokenSpec, prompt: Sequence[int]) -> _Record:
-    def record(recorder: _Recorder) -> None:
-        recorder.forget()
-        _record_steps(recorder, pipeline, tokens, prompt)
-
-    return record
-
-
-def _record_steps(
-    recorder: _Recorder, pipeline: Pipeline, tokens: TokenSpec, prompt: Sequence[int]
-) -> None:
-    """Feed the prompt, then the answer's first tokens, as a device would."""
-    feed: Sequence[int] = prompt[: pipeline.max_step_tokens]
-    position = tokens.position_base
-    for _ in range(STEPS_PER_VECTOR):
-        outputs = recorder.run(STEP, step_inputs(feed, position))
-        position += len(feed)
-        token = int.from_bytes(bytes(outputs["token"][:4]), "little", signed=True)
-        if token == tokens.eos:
-            break
-        feed = (token,)
-
-
-def _graph_candidates(pipeline: Pipeline) -> Iterator[tuple[str, _Record]]:
+def _graph_candidates(pipeline: Pipeline) -> Iterator[Candidate]:
     port = pipeline.programs[FORWARD].inputs["tensor"]
     random = np.random.default_rng(SEED)
     for at in range(MAX_CANDIDATES):

@@ -9,7 +9,7 @@ from compiler.contract.pipeline import Pipeline, Port, ProgramSpec
 from compiler.contract.selftest import parse_selftest, run_selftest
 from compiler.contract.session import pack_i32
 from compiler.driver.cards import Card, Question
-from compiler.driver.selftest import _order, make_selftest
+from compiler.driver.selftest import Hint, card_order, make_selftest
 from compiler.errors import SelfTestError
 from tests.unit.compiler.contract.test_pipeline import PIPELINE
 
@@ -80,7 +80,9 @@ def test_it_mixes_cards_and_kinds_of_questions() -> None:
 def test_it_asks_every_question_of_every_card_once() -> None:
     for count in range(1, 14):
         cards = [Card(b"", (Question("k", "question", (), ()),) * count)] * 3
-        assert sorted(_order(cards)) == [(card, item) for card in range(3) for item in range(count)]
+        assert sorted(card_order(cards)) == [
+            (card, item) for card in range(3) for item in range(count)
+        ]
 
 
 def test_it_sees_a_card_once_for_all_its_questions() -> None:
@@ -108,6 +110,18 @@ def test_it_adds_vectors_until_every_expert_is_reached() -> None:
     assert len(selftest.vectors) == 17
     assert selftest.vectors[-1].name.startswith("random prompt")
     assert 6 in selftest.experts[0]
+
+
+def test_it_follows_hints_to_rare_experts() -> None:
+    rare = Question("rare", "question", ("what", "là"), ())
+    cards = [*_cards(6), Card(bytes(6), (rare,))]
+    wrong = Hint(0, 1, frozenset({"expert.L0.E6", "expert.L0.E5"}))
+    right = Hint(6, 0, frozenset({"expert.L0.E6"}))
+    selftest = make_selftest(
+        ExpertPlan(), PIPELINE, cards, ["expert.L0.E6"], 16, hints=[wrong, right]
+    )
+    assert len(selftest.vectors) == 17
+    assert selftest.vectors[-1].name == "card 6 question 0 (rare)"
 
 
 def test_it_names_the_experts_that_nothing_reaches() -> None:
