@@ -1,0 +1,133 @@
+"""Blocks of one kind: what they are raised to, and that both sides compute the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from compiler.errors import UnsupportedOperatorError
+from compiler.kernels.program import Module
+from tests.factories.onnx_blocks import (
+    Block,
+    GraphBuilder,
+    elementwise_block,
+    gemm_block,
+    layer_norm_block,
+    linear,
+    mlp_block,
+    native_moe_block,
+    rms_block,
+)
+from tests.factories.onnx_models import write_block
+from tests.factories.onnx_runs import block_difference, lowered
+
+
+def operations(module: Module) -> list[str]:
+    return [call.op.name for call in module.programs[0].calls]
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (mlp_block, ["LINEAR_F32", "LINEAR_F32"]),
+        (gemm_block, ["LINEAR_F32", "LINEAR_F32"]),
+        (rms_block("reciprocal"), ["NORM"]),
+        (rms_block("square"), ["NORM"]),
+        (rms_block("power"), ["NORM"]),
+        (rms_block("divide"), ["NORM"]),
+        (rms_block("inverse"), ["NORM"]),
+        (layer_norm_block, ["NORM"]),
+        (elementwise_block, ["ADD", "UNARY", "MUL", "SUB", "DIV"]),
+        (native_moe_block, ["ROUTE", "EXPERTS"]),
+    ],
+)
+def test_it_raises_a_block_and_keeps_its_meaning(
+    tmp_path: Path, block: Block, expected: list[str]
+) -> None:
+    directory = write_block(tmp_path, block)
+    assert operations(lowered(directory).module) == expected
+    assert block_difference(directory, tokens=1) < 1e-5
+    assert block_difference(directory, tokens=7) < 1e-5
+
+
+def test_it_fuses_bias_activation_and_residual(tmp_path: Path) -> None:
+    module = lowered(write_block(tmp_path, mlp_block)).module
+    first, second = module.programs[0].calls
+    assert first.params["act"] == 1
+    assert len(first.weights) == 2
+    assert second.inputs[1] == module.programs[0].inputs["tensor"]
+
+
+def test_it_stores_large_matrices_in_four_bits(tmp_path: Path) -> None:
+    def block(b: GraphBuilder, x: str) -> str:
+        return linear(b, linear(b, x, 32, 16), 16, 32)
+
+    module = lowered(write_block(tmp_path, block, width=32)).module
+    assert operations(module) == ["LINEAR", "LINEAR_F32"]
+    assert [weight.kind for weight in module.weights] == ["w4", "f32", "f32", "f32"]
+
+
+def test_it_does_not_fuse_what_others_read(tmp_path: Path) -> None:
+    def block(b: GraphBuilder, x: str) -> str:
+        h = linear(b, x, 8, 8, bias=False)
+        return b.op("Add", b.op("Relu", h), h)
+
+    directory = write_block(tmp_path, block)
+    assert operations(lowered(directory).module) == ["LINEAR_F32", "UNARY", "ADD"]
+    assert block_difference(directory, tokens=5) < 1e-5
+
+
+def test_it_joins_and_cuts_columns(tmp_path: Path) -> None:
+    def block(b: GraphBuilder, x: str) -> str:
+        left = b.op("Slice", x, b.ints(0), b.ints(3), b.ints(2))
+        right = b.op("Slice", x, b.ints(3), b.ints(8), b.ints(2))
+        return b.op("Concat", b.op("Relu", right), left, axis=2)
+
+    directory = write_block(tmp_path, block)
+    expected = ["COLS_SLICE", "UNARY", "COLS_SLICE", "COLS_CONCAT"]
+    assert operations(lowered(directory).module) == expected
+    assert block_difference(directory, tokens=4) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "operator"),
+    [
+        (lambda b, x: b.op("ReduceMean", x, b.ints(1), keepdims=1), "ReduceMean"),
+        (lambda b, x: b.op("Transpose", x, perm=[0, 2, 1]), "Transpose"),
+        (lambda b, x: b.op("Softmax", x, axis=1), "Softmax"),
+        (lambda b, x: b.op("MatMul", x, b.op("Transpose", x, perm=[0, 2, 1])), "MatMul"),
+        (lambda b, x: b.op("LayerNormalization", x, b.weight(8), axis=1), "LayerNormalization"),
+        (lambda b, x: b.op("Sub", b.weight(8), x), "Sub"),
+        (lambda b, x: b.op("Relu", b.op("Erf", x)), "Erf"),
+        (lambda b, x: b.op("Clip", x, b.const(0.0), b.const(6.0)), "Clip"),
+    ],
+)
+def test_it_refuses_by_name_what_no_kernel_computes(
+    tmp_path: Path, wrong: Callable[[GraphBuilder, str], str], operator: str
+) -> None:
+    with pytest.raises(UnsupportedOperatorError, match=f"operator {operator} ") as caught:
+        lowered(write_block(tmp_path, wrong))
+    assert f"node_{operator}" in str(caught.value)
+    assert "rotary" in caught.value.hint
+
+
+def rms_with(**changes: object) -> Block:
+    """A normalisation with one thing wrong."""
+
+    def build(b: GraphBuilder, x: str) -> str:
+        power = b.op("Pow", x, b.const(changes.get("exponent", 2.0)))
+        axes = b.ints(int(str(changes.get("axis", -1))))
+        mean = b.op("ReduceMean", power, axes, keepdims=1)
+        root = b.op("Sqrt", b.op("Add", mean, b.const(1e-5)))
+        other = b.op("Relu", x) if changes.get("other") else x
+        return b.op("Mul", b.op("Mul", other, b.op("Reciprocal", root)), b.weight(8))
+
+    return build
+
+
+@pytest.mark.parametrize("change", [{"exponent": 3.0}, {"axis": 1}, {"other": True}])
+def test_it_does_not_take_other_arithmetic_for_a_norm(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    with pytest.raises(UnsupportedOperatorError):
+        lowered(write_block(tmp_path, rms_with(**change)))
