@@ -19,7 +19,6 @@ ALIGNMENT: Final = 64
 NAME_BYTES: Final = 32
 GROUP: Final = 32
 PANEL: Final = 16
-LANES: Final = 8
 
 MAX_PLAN_BYTES: Final = 8 * 1024 * 1024
 MAX_SECTIONS: Final = 16384
@@ -54,7 +53,7 @@ class Kind(IntEnum):
     I32 = 2
     """(rows, cols) i32, row-major."""
     F32_TAPS = 3
-    """(rows, cols) f32 stored as (cols, rows padded to LANES with zeros): windows of CONV2D."""
+    """(rows, cols) f32 stored as [rows / PANEL][cols][PANEL], zero padded: windows of CONV2D."""
 
 
 class Direction(IntEnum):
@@ -170,7 +169,7 @@ def weight_parts(kind: Kind, rows: int, cols: int) -> tuple[tuple[int, int], ...
             (at_scales + align(scales), panels * PANEL * 4),
         )
     if kind is Kind.F32_TAPS:
-        return ((0, cols * align(rows, LANES) * 4),)
+        return ((0, cols * align(rows, PANEL) * 4),)
     return ((0, rows * cols * 4),)
 
 

@@ -20,8 +20,8 @@ from compiler.contract.plan_format import (
     CALL,
     DTYPE_NAMES,
     HEADER,
-    LANES,
     MAGIC,
+    PANEL,
     PORT,
     PROGRAM,
     SECTION,
@@ -167,9 +167,9 @@ def _stored(kind: Kind, weight: Weight, packed: Mapping[int, PackedW4]) -> tuple
         return (found.codes, found.scales, found.rows)
     if kind is Kind.F32_TAPS:
         rows, cols, _ = weight_shape(weight)
-        taps = np.zeros((cols, align(rows, LANES)), "<f4")
-        taps[:, :rows] = weight.array.T
-        return (taps.tobytes(),)
+        padded = np.zeros((align(rows, PANEL), cols), "<f4")
+        padded[:rows] = weight.array
+        return (padded.reshape(-1, PANEL, cols).transpose(0, 2, 1).tobytes(),)
     return (weight.array.astype("<i4" if kind is Kind.I32 else "<f4").tobytes(),)
 
 
