@@ -2,19 +2,40 @@
 
 import logging
 from http import HTTPStatus
+from typing import Any
 
 from django.http import Http404, HttpRequest, HttpResponse
 from ninja import NinjaAPI
 from ninja.errors import AuthenticationError, HttpError, ValidationError
+from ninja.openapi.schema import OpenAPISchema
 
+from builds.apis.schemas import ProblemOut
 from builds.common.auth import BrowserAuth, TokenAuth
 from builds.common.errors import ApplicationError
-from builds.common.problem import problem, problem_of
+from builds.common.problem import CONTENT_TYPE, problem, problem_of
 from compiler.contract.errors import ContractError
 
 logger = logging.getLogger(__name__)
 
-api = NinjaAPI(
+
+class ManagementApi(NinjaAPI):
+    """The API with its one error shape in the OpenAPI document."""
+
+    def get_openapi_schema(self, **options: Any) -> OpenAPISchema:  # noqa: ANN401 -- ninja's
+        """Return the document; every operation may answer with a problem document."""
+        schema = super().get_openapi_schema(**options)
+        schema["components"].setdefault("schemas", {})["Problem"] = ProblemOut.json_schema()
+        answer = {
+            "description": "A problem document (RFC 9457).",
+            "content": {CONTENT_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        }
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].setdefault("default", answer)
+        return schema
+
+
+api = ManagementApi(
     title="Sparsefleet management API",
     version="1",
     description="Submit models, follow builds, and release bundles to device fleets.",

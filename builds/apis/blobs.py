@@ -17,9 +17,20 @@ from builds.storage import blob_store
 from compiler.contract.canonical import require_sha256
 
 router = Router()
+BINARY = {"type": "string", "format": "binary"}
 
 
-@router.put("/blobs/{sha256}", response={200: BlobOut, 201: BlobOut}, operation_id="blob_put")
+@router.put(
+    "/blobs/{sha256}",
+    response={200: BlobOut, 201: BlobOut},
+    operation_id="blob_put",
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": BINARY}},
+        }
+    },
+)
 def blob_upload(request: HttpRequest, sha256: str) -> Status[Blob]:
     """Upload the bytes whose SHA-256 is in the address; the body is the bytes themselves."""
     require_sha256(sha256, "the address")

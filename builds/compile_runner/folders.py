@@ -15,9 +15,14 @@ from builds.storage import blob_store
 
 @contextlib.contextmanager
 def run_folder(prefix: str) -> Iterator[Path]:
-    """Yield a private folder that is gone afterwards."""
+    """Yield a private folder that is gone afterwards.
+
+    Folders that killed runs of the same job left on this machine are removed: their lease is gone.
+    """
     parent = settings.SPARSEFLEET.state_dir / "work"
     parent.mkdir(parents=True, exist_ok=True)
+    for leftover in parent.glob(f"{prefix}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=parent))
     try:
         yield path

@@ -43,7 +43,7 @@ def toy_config(server: ReleaseServer, state_dir: Path, **changes: Any) -> AgentC
         "claim": "sfc_1_secret",
         "serial": state_dir.name,
         "model": "toy",
-        "poll_s": 0.01,
+        "poll_s": 0.05,
         "probation_s": 0.0,
         "connect_timeout_s": 2.0,
         "read_timeout_s": 2.0,
