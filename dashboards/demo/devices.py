@@ -107,6 +107,16 @@ def agent_settings(
     }
 
 
+def host_target(group: ProcessGroup) -> str:
+    """Return the best target of this machine, as an agent's own probe sees it."""
+    code = (
+        "from compiler.contract.fingerprint import target_of\n"
+        "from device_agent.probe.linux import probe\n"
+        "print(target_of(probe(device_class='pc')))"
+    )
+    return group.run([sys.executable, "-c", code]).strip()
+
+
 def require_x86() -> None:
     """Say plainly that the demo's fleet needs an x86-64 machine.
 
