@@ -74,6 +74,12 @@ def render_kernels(target: Target, ops: Iterable[Op], *, tile: TileSpec | None =
     return f"/* Kernels for {target.id}:\n{names}\n */\n" + "\n".join(parts)
 
 
+def render_runner(target: Target, ops: Iterable[Op]) -> str:
+    """Return the C source of the emulator program: the library and a main that plays a script."""
+    runner = _environment().get_template("runtime/runner.c.in").render({"arch": target.arch})
+    return f"{render_kernels(target, ops)}\n{runner}"
+
+
 def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
     specs = [registry.KERNELS[op] for op in ops]
     found = ["runtime/prelude.c.in", "runtime/vector.c.in", "runtime/math.c.in"]

@@ -1,4 +1,4 @@
-"""Run the C compiler: the only place of the compiler that starts a process.
+"""Run the C compiler and what it made: the only place of the compiler that starts a process.
 
 Results are kept in a content-addressed folder: the key is the digest of source, flags and compiler
 version, files appear by rename, so any number of processes may share the folder.
@@ -8,7 +8,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +27,10 @@ FLAGS: Final = (
     *("-ffreestanding", "-nostdlib", "-shared", "-fPIC", "-fvisibility=hidden", "-g0"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-psabi"),
     *("-Wl,--build-id=none", "-Wl,-z,defs", "-Wl,-s"),
+)
+PROGRAM_FLAGS: Final = (
+    *(flag for flag in FLAGS if flag not in ("-shared", "-fPIC", "-Wl,-z,defs")),
+    *("-static", "-fno-pie", "-Wl,-e,_start"),
 )
 TIMEOUT_SECONDS: Final = 300
 _TAIL_LINES: Final = 12
@@ -80,6 +84,46 @@ def compile_c(
     return result
 
 
+def run_program(program: bytes, emulator: Sequence[str], standard_input: bytes) -> bytes:
+    """Run a program made by `compile_c`, under an emulator if one is named; return its output.
+
+    Raises:
+        ToolchainError: It could not be started, took too long, or did not end with 0.
+    """
+    with tempfile.TemporaryDirectory(prefix="sparsefleet-run-") as folder:
+        path = Path(folder) / "program"
+        path.write_bytes(program)
+        path.chmod(0o700)
+        command = [*emulator, str(path)]
+        done = _call(command, Path(folder), {"PATH": os.defpath}, standard_input)
+    if done.returncode:
+        tail = done.stderr.decode("utf-8", "replace")[-400:]
+        raise ToolchainError(f"{command[0]} ended with {done.returncode}: {tail}")
+    return done.stdout
+
+
+def _call(
+    command: list[str], folder: Path, environment: dict[str, str], standard_input: bytes = b""
+) -> "subprocess.CompletedProcess[bytes]":
+    try:
+        return subprocess.run(  # noqa: S603 - our own programs with fixed arguments
+            command,
+            cwd=folder,
+            env=environment,
+            input=standard_input,
+            capture_output=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ToolchainError(f"{command[0]} took more than {TIMEOUT_SECONDS} s") from error
+    except OSError as error:
+        raise ToolchainError(
+            f"{command[0]} could not be started: {error}",
+            hint="is the package ziglang (or the emulator) installed?",
+        ) from error
+
+
 def _run(folder: Path, source: str, command: tuple[str, ...], zig_cache: Path) -> Path:
     (folder / "kernels.c").write_text(source, encoding="utf-8")
     zig_cache.mkdir(parents=True, exist_ok=True)
@@ -89,25 +133,11 @@ def _run(folder: Path, source: str, command: tuple[str, ...], zig_cache: Path) -
         "HOME": str(zig_cache.resolve()),
         "PATH": os.defpath,
     }
-    try:
-        done = subprocess.run(  # noqa: S603 - our own compiler with fixed arguments
-            [str(_compiler()), "cc", *command, "kernels.c", "-o", "out"],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ToolchainError(f"the C compiler took more than {TIMEOUT_SECONDS} s") from error
-    except OSError as error:
-        raise ToolchainError(
-            f"the C compiler could not be started: {error}", hint="install the package ziglang"
-        ) from error
+    command_line = [str(_compiler()), "cc", *command, "kernels.c", "-o", "out"]
+    done = _call(command_line, folder, environment)
     if done.returncode:
-        tail = "\n".join(done.stderr.strip().splitlines()[-_TAIL_LINES:])
+        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        tail = "\n".join(lines[-_TAIL_LINES:])
         raise ToolchainError(f"the C compiler ended with {done.returncode}:\n{tail}")
     return folder / "out"
 

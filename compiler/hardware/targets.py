@@ -87,7 +87,7 @@ TARGETS: Final[tuple[Target, ...]] = (
         mcpu="generic",
         features=frozenset({"asimd"}),
         isa=frozenset({"vec128"}),
-        verified_on="assembled",
+        verified_on="qemu",
     ),
     Target(
         id="aarch64-dotprod",
@@ -96,7 +96,7 @@ TARGETS: Final[tuple[Target, ...]] = (
         mcpu="generic+dotprod",
         features=frozenset({"asimd", "asimddp"}),
         isa=frozenset({"vec128", "dotprod"}),
-        verified_on="assembled",
+        verified_on="qemu",
     ),
 )
 
