@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from http import HTTPStatus
-from typing import Any, Final, Protocol, cast
+from typing import Any, Concatenate, Final, ParamSpec, cast
 
 from django.contrib.auth.views import redirect_to_login
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
@@ -21,6 +21,7 @@ from builds.common.auth import Actor, require, user_actor
 from builds.common.errors import ApplicationError, ForbiddenError
 from builds.common.roles import Permission, Role
 
+P = ParamSpec("P")
 STOP_POLLING: Final = 286
 THEMES: Final = ("light", "dark")
 THEME_COOKIE: Final = "theme"
@@ -33,13 +34,6 @@ HEADERS: Final[Mapping[str, str]] = {
     "Cache-Control": "private, no-store",
 }
 ROLE_TITLES: Final[Mapping[Role, str]] = {role: role.value.replace("_", " ") for role in Role}
-
-
-class View(Protocol):
-    """A page view: it gets the actor besides the request."""
-
-    def __call__(self, request: HttpRequest, actor: Actor, **kwargs: Any) -> HttpResponseBase:  # noqa: ANN401
-        """Answer the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +51,21 @@ def is_partial(request: HttpRequest) -> bool:
     return bool(htmx) and not htmx.boosted
 
 
-def page(view: View, *, needs: Permission = Permission.VIEW) -> Callable[..., HttpResponseBase]:
+def page(
+    view: Callable[Concatenate[HttpRequest, Actor, P], HttpResponseBase],
+    *,
+    needs: Permission = Permission.VIEW,
+) -> Callable[Concatenate[HttpRequest, P], HttpResponseBase]:
     """Wrap a view: sign-in, permission, error pages, security headers."""
 
     @wraps(view)
-    def answer(request: HttpRequest, **kwargs: Any) -> HttpResponseBase:  # noqa: ANN401
+    def answer(request: HttpRequest, /, *args: P.args, **kwargs: P.kwargs) -> HttpResponseBase:
         if not request.user.is_authenticated:
             return _sign_in(request)
         actor = user_actor(request.user)
         try:
             require(actor, needs)
-            response = view(request, actor, **kwargs)
+            response = view(request, actor, *args, **kwargs)
         except ApplicationError as error:
             response = error_page(request, error, actor=actor)
         return with_headers(response)

@@ -138,7 +138,8 @@ def version_detail(*, model: str, version: str) -> tuple[ModelVersion, MatrixRow
 
 def build_list(*, state: str = "", text: str = "") -> QuerySet[BuildJob]:
     """Return builds, newest first, for keyset paging by primary key. One query."""
-    jobs = BuildJob.objects.select_related("version__model", "target").order_by("-pk")
+    jobs = BuildJob.objects.select_related("version__model", "target").defer("report")
+    jobs = jobs.order_by("-pk")
     if state:
         jobs = jobs.filter(state=state)
     if text:
@@ -171,7 +172,9 @@ def build_detail(*, build_id: int) -> BuildDetail:
     Raises:
         NotFoundError: No such build.
     """
-    jobs = BuildJob.objects.select_related("version__model", "target", "bundle")
+    jobs = BuildJob.objects.select_related("version__model", "target", "bundle").defer(
+        "bundle__manifest"
+    )
     job = jobs.filter(pk=build_id).first()
     if job is None:
         raise NotFoundError(f"there is no build {build_id}")
@@ -219,8 +222,10 @@ def bundle_detail(*, manifest_sha256: str) -> BundleDetail:
         BundleSection.objects.filter(bundle=bundle).order_by("-size_bytes", "component")
     )
     uses = _uses_of(section.sha256 for section in sections)
-    pairs = Delta.objects.select_related("base__version", "new__version", "new__target").order_by(
-        "-pk"
+    pairs = (
+        Delta.objects.select_related("base__version", "new__version", "new__target")
+        .defer("base__manifest", "new__manifest")
+        .order_by("-pk")
     )
     return BundleDetail(
         bundle=bundle,
@@ -236,7 +241,9 @@ def bundle_detail(*, manifest_sha256: str) -> BundleDetail:
 
 def deltas_of(*, version_id: int) -> tuple[Delta, ...]:
     """Return the deltas that lead to bundles of a version. One query."""
-    pairs = Delta.objects.select_related("base__version", "new__target", "new__version")
+    pairs = Delta.objects.select_related("base__version", "new__target", "new__version").defer(
+        "base__manifest", "new__manifest"
+    )
     return tuple(pairs.filter(new__version_id=version_id).order_by("new__target__name", "-pk"))
 
 
@@ -263,7 +270,8 @@ def audit_list(*, text: str = "") -> QuerySet[AuditEvent]:
 
 
 def _jobs_of(version_ids: Sequence[int]) -> dict[tuple[int, int], BuildJob]:
-    jobs = BuildJob.objects.filter(version_id__in=version_ids).select_related("bundle")
+    jobs = BuildJob.objects.filter(version_id__in=version_ids)
+    jobs = jobs.select_related("bundle").defer("bundle__manifest", "report")
     return {(job.version_id, job.target_id): job for job in jobs}
 
 

@@ -81,9 +81,11 @@ def device_rows(
         signal: `online` or `silent`, see `silence_limit`.
         now: The current time.
     """
-    devices = Device.objects.select_related(
-        "target", "model", "running_bundle__version", "heartbeat"
-    ).order_by("-pk")
+    devices = (
+        Device.objects.select_related("target", "model", "running_bundle__version", "heartbeat")
+        .defer("running_bundle__manifest")
+        .order_by("-pk")
+    )
     if target:
         devices = devices.filter(target__name=target)
     if state:
@@ -124,14 +126,17 @@ def device_page(*, device_pk: int) -> DeviceDetail:
             "previous_bundle__version",
             "heartbeat",
         )
+        .defer("running_bundle__manifest", "previous_bundle__manifest")
         .filter(pk=device_pk)
         .first()
     )
     if device is None:
         raise NotFoundError(f"there is no device {device_pk}")
-    updates = Update.objects.select_related(
-        "bundle__version", "base_bundle__version", "rollout"
-    ).filter(device=device)
+    updates = (
+        Update.objects.select_related("bundle__version", "base_bundle__version", "rollout")
+        .defer("bundle__manifest", "base_bundle__manifest")
+        .filter(device=device)
+    )
     return DeviceDetail(
         device=device,
         seen_at=seen_at(device),
@@ -147,8 +152,10 @@ def _history(device: Device) -> tuple[LogEntry, ...]:
         LogEntry(row.at, "device", f"{row.new} by {row.actor}", row.reason)
         for row in DeviceTransition.objects.filter(subject=device).order_by("-pk")[:MAX_HISTORY]
     ]
-    steps = UpdateTransition.objects.filter(subject__device=device).select_related(
-        "subject__bundle__version"
+    steps = (
+        UpdateTransition.objects.filter(subject__device=device)
+        .select_related("subject__bundle__version")
+        .defer("subject__bundle__manifest")
     )
     for step in steps.order_by("-pk")[:MAX_HISTORY]:
         text = f"{step.subject.bundle.version.version}: {step.new.replace('_', ' ')}"
@@ -170,7 +177,9 @@ def _answers(device: Device) -> tuple[DeviceAnswers, ...]:
     digests = [row.manifest_sha256 for row in rows]
     bundles = {
         bundle.manifest_sha256: bundle
-        for bundle in Bundle.objects.select_related("version").filter(manifest_sha256__in=digests)
+        for bundle in Bundle.objects.select_related("version")
+        .defer("manifest")
+        .filter(manifest_sha256__in=digests)
     }
     return tuple(
         DeviceAnswers(

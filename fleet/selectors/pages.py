@@ -6,6 +6,7 @@ Every function states its query count, which does not grow with the number of de
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from decimal import Decimal
 
 from django.conf import settings
 from django.db.models import Count, Q, QuerySet, Sum
@@ -93,10 +94,16 @@ def measured_since(moment: datetime) -> Measured:
     return measured_of(rows.aggregate(*(Sum(name) for name in names)))
 
 
-def measured_of(row: Mapping[str, int | None]) -> Measured:
-    """Read the sums `answers__sum` ... of an aggregate; no rows count as zero."""
+def measured_of(row: Mapping[str, object]) -> Measured:
+    """Read the sums `answers__sum` ... of an aggregate; no rows count as zero. Pure."""
     names = ("answers", "failures", "scored", "correct")
-    return Measured(*(row[f"{name}__sum"] or 0 for name in names))
+    return Measured(*(sum_of(row, name) for name in names))
+
+
+def sum_of(row: Mapping[str, object], name: str) -> int:
+    """Read one sum of an aggregate (PostgreSQL adds big integers up to a decimal). Pure."""
+    value = row.get(f"{name}__sum")
+    return int(value) if isinstance(value, (int, Decimal)) else 0
 
 
 def devices_running(*, bundle_id: int) -> int:

@@ -1,4 +1,4 @@
-"""Every text colour is readable on every surface it is used on (WCAG 2.2, 4.5 : 1), in both themes."""
+"""Every text colour is readable on every surface it is used on (WCAG 2.2, 4.5 : 1)."""
 
 import re
 from pathlib import Path

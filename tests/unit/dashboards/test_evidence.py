@@ -25,7 +25,7 @@ SPEC = PROFILES["lab"]
 
 
 def looks(*failures: int, answers: int = 50) -> list[tuple[Evidence, Verdict]]:
-    """Return looks at a stage in which treatment fails `failures` times of `answers`, look by look."""
+    """Return looks at a stage in which treatment fails `failures` times of `answers`."""
     found: list[tuple[Evidence, Verdict]] = []
     harm: dict = {}
     safe: dict = {}

@@ -1,6 +1,7 @@
 """Reports are laid out without knowing them: units come from names."""
 
 from dashboards.reports import report_of
+from dashboards.templatetags.sparsefleet import NONE
 
 
 def test_it_shows_scalars_as_facts_in_their_units() -> None:
@@ -23,7 +24,7 @@ def test_it_shows_lists_of_objects_as_tables() -> None:
     (table,) = report.tables
     assert table.title == "Stages"
     assert table.columns == ("Name", "Took", "Cached")
-    assert table.rows == (("parse", "3.00 ms", "–"), ("pack", "–", "no"))
+    assert table.rows == (("parse", "3.00 ms", NONE), ("pack", NONE, "no"))
 
 
 def test_it_shows_a_map_of_objects_as_a_table_with_names() -> None:
