@@ -176,7 +176,11 @@ class DeviceApi:
             headers["If-Range"] = f'"{sha256}"'
         try:
             with self._http.stream(
-                path, headers=headers, limit_bytes=limit_bytes, deadline_s=deadline_s
+                path,
+                headers=headers,
+                limit_bytes=limit_bytes,
+                deadline_s=deadline_s,
+                gone=CancelledError,
             ) as answer:
                 yield answer
         except UnauthorizedError:

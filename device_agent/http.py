@@ -36,6 +36,7 @@ USER_AGENT: Final = "sparsefleet-agent/1"
 MAX_PROBLEM_BYTES: Final = 16 * 1024
 MAX_TRIES: Final = 1_000
 _BUSY: Final = HTTPStatus.TOO_MANY_REQUESTS
+_BAD_RANGE: Final = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
 T = TypeVar("T")
 
 
@@ -135,7 +136,13 @@ class HttpClient:
 
     @contextmanager
     def stream(
-        self, path: str, *, headers: Mapping[str, str], limit_bytes: int, deadline_s: float
+        self,
+        path: str,
+        *,
+        headers: Mapping[str, str],
+        limit_bytes: int,
+        deadline_s: float,
+        gone: type[AgentError] | None = None,
     ) -> Generator[StreamResponse, None, None]:
         """Open a large answer.
 
@@ -144,6 +151,7 @@ class HttpClient:
             headers: Sent along.
             limit_bytes: Most bytes of the body.
             deadline_s: Time for the whole body, seconds.
+            gone: Error for 410.
 
         Raises:
             NetworkError: As `send`; also while reading `chunks`.
@@ -156,7 +164,7 @@ class HttpClient:
             if response.status_code >= HTTPStatus.BAD_REQUEST:
                 problem = _read_problem(response)
                 _require_healthy(problem, request.url.path)
-                require_success(problem, path, also=(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE,))
+                require_success(problem, request.url.path, also=(_BAD_RANGE,), gone=gone)
             yield StreamResponse(
                 response.status_code,
                 response.headers,

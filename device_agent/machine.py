@@ -101,7 +101,7 @@ class UpdateMachine:
         if self._state is State.IDLE or context is None:
             return
         if error is not None and self._state in (State.ACTIVATING, State.PROBATION):
-            self._move(Event.ERROR, context.failed(error))
+            self._move(Event.ERROR, context.failed(error, ran=True))
             return
         state = resumed_state(self._state, fact)
         if state is not self._state:
@@ -126,7 +126,7 @@ class UpdateMachine:
     def fail(self, error: AgentError) -> None:
         """Stop the update in a state in which the table lets an error stop it."""
         if self._context is not None:
-            self._move(Event.ERROR, self._context.failed(error))
+            self._move(Event.ERROR, self._failed(self._context, error))
 
     def advance(self) -> bool:
         """Run one step.
@@ -149,7 +149,7 @@ class UpdateMachine:
                 return False
             if isinstance(failure, DiskFullError):
                 self._facts.release_space(context)
-            self._move(Event.ERROR, context.failed(failure))
+            self._move(Event.ERROR, self._failed(context, failure))
             return True
         if result is None:
             return False
@@ -165,6 +165,9 @@ class UpdateMachine:
     def close(self) -> None:
         """Close the journal."""
         self._journal.close()
+
+    def _failed(self, context: UpdateContext, error: AgentError) -> UpdateContext:
+        return context.failed(error, ran=self._state is State.PROBATION)
 
     def _move(self, event: Event, context: UpdateContext) -> None:
         state = next_state(self._state, event)

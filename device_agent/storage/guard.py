@@ -35,5 +35,7 @@ class FolderLock:
         return self
 
     def release(self) -> None:
-        """Give the lock back."""
-        os.close(self._fd)
+        """Give the lock back; once is enough."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

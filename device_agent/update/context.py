@@ -55,11 +55,17 @@ class UpdateContext:
         """Return whether this is the update of `offer`, in the same attempt."""
         return self.offer == (offer.update_id, offer.attempt)
 
-    def failed(self, error: AgentError) -> "UpdateContext":
-        """Return the context after `error` stopped the update; the first reason stays."""
+    def failed(self, error: AgentError, *, ran: bool = False) -> "UpdateContext":
+        """Return the context after `error` stopped the update; the first reason stays.
+
+        Args:
+            error: What stopped it.
+            ran: Whether the bundle was the running one, so that something is restored now.
+        """
         if self.outcome is not None:
             return self
-        return replace(self, outcome=error.ends_as, code=error.code, message=str(error))
+        outcome = UpdateState.ROLLED_BACK if ran else error.ends_as
+        return replace(self, outcome=outcome, code=error.code, message=str(error))
 
     def succeeded(self) -> "UpdateContext":
         """Return the context of an update that is done."""

@@ -446,7 +446,8 @@ def _handler(server: ReleaseServer) -> type[BaseHTTPRequestHandler]:
                 piece = part[start : start + step]
                 self.wfile.write(piece)
                 self.wfile.flush()
-                server.sent_bytes[kind] = server.sent_bytes.get(kind, 0) + len(piece)
+                if fault.status is None:
+                    server.sent_bytes[kind] = server.sent_bytes.get(kind, 0) + len(piece)
                 if fault.rate:
                     time.sleep(0.02)
             if fault.cut is not None or fault.announce is not None:
