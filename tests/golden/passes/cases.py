@@ -1,0 +1,92 @@
+"""The model that each pass is shown on, and how its golden file is written."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from xdsl.dialects.builtin import ModuleOp
+
+from compiler.dialects.text import print_module
+from compiler.frontend import import_pipeline
+from compiler.passes.base import Pass, PassContext
+from compiler.passes.functions import functions
+from compiler.passes.pipeline import STAGES
+from tests.factories.onnx_blocks import (
+    GraphBuilder,
+    elementwise_block,
+    gemm_block,
+    moe_block,
+    native_moe_block,
+    rms_block,
+)
+from tests.factories.onnx_models import TinyShape, write_block, write_tiny
+
+SEPARATOR = "// -----\n"
+HERE = Path(__file__).parent
+SMALL = TinyShape(layers=1, keep=3, side=4, width=8, vocabulary=8, experts=3, hidden=4)
+
+
+def movement_block(b: GraphBuilder, x: str) -> str:
+    """Views, equal operations and a constant that is moved."""
+    rows = b.op("Reshape", x, b.ints(-1, 8))
+    back = b.op("Reshape", rows, b.ints(1, -1, 8))
+    table = b.op("Reshape", b.weight(2, 4), b.ints(8))
+    first, second = b.op("Relu", back), b.op("Relu", back)
+    return b.op("Add", b.op("Mul", first, table), second)
+
+
+Writer = Callable[[Path], Path]
+
+TINY_PART: Mapping[str, str] = {
+    "raise-rope": "decoder",
+    "raise-attention": "decoder",
+    "raise-cache": "decoder",
+    "raise-prune": "vision",
+    "raise-conv": "vision",
+    "last-row": "step",
+}
+"""The one function of a large model that a golden file shows."""
+
+CASES: Mapping[str, Writer] = {
+    "canonicalise": lambda d: write_block(d, movement_block),
+    "raise-norm": lambda d: write_block(d, rms_block()),
+    "raise-linear": lambda d: write_block(d, gemm_block),
+    "raise-rope": lambda d: write_tiny(d, SMALL),
+    "raise-moe-native": lambda d: write_block(d, native_moe_block),
+    "raise-moe-gather": lambda d: write_block(d, moe_block()),
+    "raise-attention": lambda d: write_tiny(d, SMALL),
+    "raise-cache": lambda d: write_tiny(d, SMALL),
+    "raise-prune": lambda d: write_tiny(d, SMALL),
+    "raise-conv": lambda d: write_tiny(d, SMALL),
+    "raise-elementwise": lambda d: write_block(d, elementwise_block),
+    "compose": lambda d: write_tiny(d, SMALL),
+    "last-row": lambda d: write_tiny(d, SMALL),
+    "propagate-zeros": lambda d: write_block(d, elementwise_block),
+    "select-kernels": lambda d: write_block(d, moe_block()),
+}
+
+
+def golden_path(name: str) -> Path:
+    return HERE / f"{name}.irtest"
+
+
+def prepared(name: str, directory: Path) -> tuple[Pass, ModuleOp, PassContext]:
+    """Return the pass and the module that it gets, after all passes before it."""
+    imported = import_pipeline(CASES[name](directory))
+    module, ctx = imported.module, imported.context()
+    for stage in STAGES.values():
+        for current in stage:
+            if current.name == name:
+                for func in functions(module):
+                    if func.sym_name.data != TINY_PART.get(name, func.sym_name.data):
+                        module.body.block.erase_op(func)
+                return current, module, ctx
+            current.run(module, ctx)
+    raise KeyError(name)
+
+
+def golden_text(name: str, directory: Path) -> str:
+    """Return what the golden file must hold."""
+    current, module, ctx = prepared(name, directory)
+    before = print_module(module)
+    current.run(module, ctx)
+    return before + SEPARATOR + print_module(module)
