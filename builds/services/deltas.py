@@ -28,6 +28,11 @@ from builds.states import DELTA_TRANSITIONS, DeltaEvent, DeltaState
 from compiler.contract.canonical import sha256_hex
 
 MAX_RINGS: Final = 32
+WORKER_LOST: Final = {
+    "error_code": "build.app.worker_lost",
+    "error_message": "every worker that tried was lost",
+    "error_hint": "look at the workers' memory and logs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +205,7 @@ def delta_leases_expire(*, clock: Clock | None = None) -> int:
                 log=DeltaTransition,
                 actor="system",
                 reason=f"no sign of life from {delta.lease_owner}",
-                changes={**CLEARED, "rung_at": None},
+                changes={**CLEARED, "rung_at": None, **(WORKER_LOST if is_last else {})},
             )
             count += 1
     return count

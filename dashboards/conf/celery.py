@@ -19,4 +19,9 @@ def _schedule(sender: Celery, **_kwargs: object) -> None:
     from django.conf import settings
 
     for name in ("builds.tick", "fleet.tick"):
-        sender.add_periodic_task(settings.SPARSEFLEET.tick_s, sender.signature(name), name=name)
+        sender.add_periodic_task(
+            settings.SPARSEFLEET.tick_s,
+            sender.signature(name),
+            name=name,
+            expires=5 * settings.SPARSEFLEET.tick_s,  # a busy worker need not catch up on ticks
+        )

@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 FAKE_CHILD = f"{sys.executable} -m tests.simulators.compiler_child"
 WAIT_STEP_S = 0.25
+SETUP = "import json, django; django.setup()\n"
 
 
 class Platform:
@@ -57,13 +58,18 @@ class Platform:
 
     def script(self, code: str) -> list[str]:
         """Return the command that runs `code` with Django set up."""
-        setup = "import json, django; django.setup()\n"
-        return [sys.executable, "-c", setup + textwrap.dedent(code)]
+        return [sys.executable, "-c", SETUP + textwrap.dedent(code)]
 
     def ask(self, code: str) -> Any:
         """Run `code`, which prints one JSON value last; return the value."""
         done = subprocess.run(
-            self.script(code), cwd=ROOT, env=self.env, capture_output=True, text=True, check=False
+            [sys.executable, "-"],
+            input=SETUP + textwrap.dedent(code),
+            cwd=ROOT,
+            env={**self.env, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.strip().splitlines()[-1])
