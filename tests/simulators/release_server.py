@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import httpx
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from http_message_signatures import HTTPMessageVerifier, MappingKeyResolver, algorithms
 from http_message_signatures.exceptions import HTTPMessageSignaturesException
@@ -143,9 +144,31 @@ class ReleaseServer:
             self._http.server_close()
             self._http = None
 
+    def transport(self) -> httpx.MockTransport:
+        """Return a transport that reaches this server without a socket."""
+        return httpx.MockTransport(self._handle)
+
+    def _handle(self, request: httpx.Request) -> httpx.Response:
+        headers = {name.title(): value for name, value in request.headers.items()}
+        seen = _Request(request.method, str(request.url), headers, request.content)
+        kind = kind_of(seen.path)
+        fault = self.take_fault(kind)
+        if fault.drop:
+            raise httpx.ConnectError("simulated")
+        if fault.status is not None:
+            answer = _problem(fault.status, "simulated")
+        else:
+            answer = self.answer(kind, seen)
+        body = fault.change(answer.body) if fault.change else answer.body
+        part = body if fault.cut is None else body[: fault.cut]
+        self.sent_bytes[kind] = self.sent_bytes.get(kind, 0) + len(part)
+        sent = {**answer.headers, **fault.headers, "Content-Length": str(len(body))}
+        return httpx.Response(answer.status, headers=sent, stream=httpx.ByteStream(part))
+
     @property
     def url(self) -> str:
-        assert self._http is not None
+        if self._http is None:
+            return "http://release.test"
         return f"http://127.0.0.1:{self._http.server_address[1]}"
 
     def fail(self, kind: str, *faults: Fault) -> None:
