@@ -133,6 +133,7 @@ class DeviceStats(AnswerCounts):
 
     device = models.ForeignKey(Device, on_delete=models.CASCADE, related_name="stats")
     manifest_sha256 = models.CharField(max_length=64, db_index=True)
+    updated_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
         constraints = (
