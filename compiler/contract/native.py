@@ -25,7 +25,6 @@ from compiler.contract.native_abi import SfArgs, SfSection, SfSetup, SfSizeRepor
 from compiler.contract.plan import Plan, PlanBuffer, parse_plan
 from compiler.contract.plan_format import (
     ABI_VERSION,
-    ALIGNMENT,
     DTYPE_BYTES,
     MAX_ARENA_BYTES,
     MAX_CONTEXT_BYTES,
@@ -293,10 +292,10 @@ class NativePlan:
         status = library.sizes(plan.address, len(plan_bytes), ctypes.addressof(report))
         if status:
             raise_status(status, "load")
-        if report.context_bytes > MAX_CONTEXT_BYTES or report.arena_bytes > MAX_ARENA_BYTES + 64:
+        if report.context_bytes > MAX_CONTEXT_BYTES or report.arena_bytes > align(MAX_ARENA_BYTES):
             raise NativeError(f"the plan asks for {report.context_bytes} bytes of context")
         arena_at = align(report.context_bytes)
-        memory = Memory(arena_at + report.arena_bytes + ALIGNMENT)
+        memory = Memory(arena_at + report.arena_bytes)
         setup = SfSetup(
             struct_bytes=ctypes.sizeof(SfSetup),
             sections=len(self.plan.sections),
@@ -404,7 +403,7 @@ def _load_sections(
     plan: Plan, sections: Mapping[str, Buffer]
 ) -> tuple[Memory, "ctypes.Array[SfSection]"]:
     """Copy the plan's sections into one mapping; return it and the table for `sf_init`."""
-    memory = Memory(sum(align(section.length) for section in plan.sections) + ALIGNMENT)
+    memory = Memory(sum(align(section.length) for section in plan.sections))
     table = (SfSection * max(1, len(plan.sections)))()
     at = 0
     for entry, section in zip(table, plan.sections, strict=False):

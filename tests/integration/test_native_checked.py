@@ -1,0 +1,38 @@
+"""Kernels under watch: unmapped pages behind memory, undefined behaviour, another compiler."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def compared(mode: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.factories.checked_kernels", mode],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-2000:]}"
+    return int(done.stdout.split()[-1])
+
+
+def test_it_touches_nothing_behind_weights_and_arena() -> None:
+    assert compared("guarded") > 250
+
+
+def test_it_has_no_undefined_behaviour() -> None:
+    assert compared("trapping") > 250
+
+
+@pytest.mark.full
+def test_it_gives_the_same_bits_when_gcc_compiles_it() -> None:
+    if shutil.which("gcc", path="/usr/bin:/bin") is None:
+        pytest.skip("gcc is not installed: apt-get install gcc")
+    assert compared("gcc") > 250
