@@ -127,7 +127,10 @@ class FunctionBuilder:
         row = OPERATORS[node.op]
         builder = _BUILDERS.get(row.build, _build_generic)
         types = [self._type(node, at) for at in range(len(node.outputs))]
-        made = builder(self, node, types)
+        try:
+            made = builder(self, node, types)
+        except (ValueError, IndexError, TypeError) as error:
+            raise MalformedModelError(f"operator {node.op} (node {node.name}): {error}") from error
         for name, value in zip(node.outputs, made, strict=False):
             if name:
                 self.values[name] = value

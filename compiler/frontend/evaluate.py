@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 
 from compiler.dialects.dims import Binding, Dim, fit
+from compiler.dialects.types import is_supported_dtype
 from compiler.errors import MalformedModelError, UnsupportedOperatorError
 from compiler.frontend.onnx_file import DEFAULT_DOMAINS
 from compiler.frontend.onnx_ops import OPERATORS, REQUIRED, OnnxOperator, supported_operators
@@ -93,6 +94,11 @@ def make_node(proto: onnx.NodeProto) -> tuple[Node, OnnxOperator]:
             )
         value = onnx.helper.get_attribute_value(attribute)
         attrs[attribute.name] = value.decode() if isinstance(value, bytes) else value
+    if row.arity is not None and row.arity != (len(proto.input), len(proto.output)):
+        raise MalformedModelError(
+            f"operator {kind} (node {name}) has {len(proto.input)} operands and"
+            f" {len(proto.output)} results, it takes {row.arity[0]} and {row.arity[1]}"
+        )
     missing = [key for key, value in attrs.items() if value is REQUIRED]
     if missing:
         raise MalformedModelError(f"operator {kind} (node {name}) has no {missing[0]!r}")
@@ -150,8 +156,19 @@ def _needed(graph: onnx.GraphProto, outputs: Sequence[str]) -> list[onnx.NodePro
 
 
 def _constant(initializer: onnx.TensorProto) -> Known:
-    array = onnx.numpy_helper.to_array(initializer)
-    return Known(array.astype(widened(array.dtype.name), copy=False))
+    try:
+        array = onnx.numpy_helper.to_array(initializer)
+        stored = array.astype(widened(array.dtype.name), copy=False)
+    except (ValueError, KeyError, TypeError) as error:
+        raise MalformedModelError(
+            f"initializer {initializer.name!r} cannot be read: {error}"
+        ) from error
+    if not is_supported_dtype(stored.dtype):
+        raise UnsupportedOperatorError(
+            f"initializer {initializer.name!r} has element type {stored.dtype.name}",
+            hint="store weights as float32, float16, or int8 behind DequantizeLinear",
+        )
+    return Known(stored)
 
 
 def _evaluate_node(

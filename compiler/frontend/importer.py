@@ -6,6 +6,7 @@ from pathlib import Path
 import onnx
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.dialects.func import FuncOp
+from xdsl.utils.exceptions import VerifyException
 
 from compiler.analysis.constants import ConstantTable
 from compiler.dialects.dims import witnesses
@@ -48,7 +49,11 @@ def import_pipeline(directory: Path) -> ImportedPipeline:
             f" {len(model.graph.initializer)} initializers"
         )
     module = ModuleOp(functions)
-    module.verify()
+    try:
+        module.verify()
+    except VerifyException as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise MalformedModelError(f"shapes contradict each other: {reason}") from error
     return ImportedPipeline(spec, module, constants, names, tuple(notes))
 
 

@@ -29,6 +29,7 @@ class OnnxOperator:
         attrs: Attribute names with defaults (`REQUIRED` = none).
         absorbed: Operands that only say shape or count and vanish at import.
         of_shape: The results follow from operand shapes alone.
+        arity: Numbers of operands and results; None = the ONNX checker knows.
         build: How it enters the IR: `generic`, `constant` (only folded) or a movement kind.
     """
 
@@ -38,6 +39,7 @@ class OnnxOperator:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     absorbed: frozenset[int] = frozenset()
     of_shape: bool = False
+    arity: tuple[int, int] | None = None
     build: str = "generic"
 
 
@@ -172,13 +174,15 @@ _ROWS: Final = (
         "Shape", None, f.shape, {"start": 0, "end": None}, of_shape=True, build="constant"
     ),
     OnnxOperator("Size", None, f.size, of_shape=True, build="constant"),
-    OnnxOperator("Softmax", s.same, f.softmax, {"axis": -1}),
+    OnnxOperator("Softmax", s.along_axis, f.softmax, {"axis": -1}),
     OnnxOperator("Tile", s.tile, f.tile, absorbed=frozenset({1})),
     OnnxOperator("TopK", s.topk, f.topk, {"axis": -1, "largest": 1, "sorted": 1}, frozenset({1})),
     OnnxOperator("Where", s.where, f.where),
-    OnnxOperator("ai.sparsefleet::DynamicPrune", s.dynamic_prune, None, {"k": REQUIRED}),
-    OnnxOperator("ai.sparsefleet::MoEExpert", s.same),
-    OnnxOperator("ai.sparsefleet::MoERouter", s.moe_router, None, {"k": REQUIRED}),
+    OnnxOperator(
+        "ai.sparsefleet::DynamicPrune", s.dynamic_prune, None, {"k": REQUIRED}, arity=(2, 2)
+    ),
+    OnnxOperator("ai.sparsefleet::MoEExpert", s.moe_expert, arity=(5, 1)),
+    OnnxOperator("ai.sparsefleet::MoERouter", s.moe_router, None, {"k": REQUIRED}, arity=(4, 2)),
 )
 
 OPERATORS: Final[Mapping[str, OnnxOperator]] = MappingProxyType({row.name: row for row in _ROWS})

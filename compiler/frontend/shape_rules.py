@@ -18,6 +18,12 @@ def same(_node: Node, values: Values) -> Shapes:
     return [Runtime(x.shape, x.dtype)]
 
 
+def along_axis(node: Node, values: Values) -> Shapes:
+    """Return the first operand's shape, which must have the axis."""
+    axis_of(node.attrs["axis"], len(operand(values, 0).shape))
+    return same(node, values)
+
+
 def broadcast(_node: Node, values: Values) -> Shapes:
     """Return the broadcast shape of all operands, with the first operand's type."""
     present = [value for value in values if value is not None]
@@ -191,13 +197,32 @@ def layer_norm(node: Node, values: Values) -> Shapes:
 
 
 def moe_router(node: Node, values: Values) -> Shapes:
-    """`ai.sparsefleet::MoERouter`: indices and gates, k per row."""
-    x = operand(values, 0)
-    shape = (*x.shape[:-1], int(node.attrs["k"]))
+    """`ai.sparsefleet::MoERouter`: rows, weight (E, D), bias, lambda to k indices and gates."""
+    x, weight, k = operand(values, 0), operand(values, 1), int(node.attrs["k"])
+    if len(x.shape) != 2 or len(weight.shape) != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"router weight {weight.shape} does not fit rows {x.shape}")
+    if operand(values, 2).shape != weight.shape[:1] or not 1 <= k <= weight.shape[0]:
+        raise ValueError(f"k = {k} and the bias do not fit {weight.shape[0]} experts")
+    shape = (x.shape[0], k)
     return [Runtime(shape, "int64"), Runtime(shape, x.dtype)]
 
 
+def moe_expert(_node: Node, values: Values) -> Shapes:
+    """`ai.sparsefleet::MoEExpert`: rows, index, gate, w_in (E, F, D), w_out (E, D, F) to rows."""
+    x, index, gate, w_in, w_out = (operand(values, at).shape for at in range(5))
+    chained = len(x) == 2 and len(w_in) == 3 and w_out == (w_in[0], w_in[2], w_in[1])
+    if not chained or x[1] != w_in[2]:
+        raise ValueError(f"expert weights {w_in} and {w_out} do not fit rows {x}")
+    if index != gate or len(index) != 2 or index[0] != x[0]:
+        raise ValueError(f"index {index} and gate {gate} do not fit rows {x}")
+    return [Runtime(x, operand(values, 0).dtype)]
+
+
 def dynamic_prune(node: Node, values: Values) -> Shapes:
-    """`ai.sparsefleet::DynamicPrune`: kept tokens and their indices."""
-    x, k = operand(values, 0), int(node.attrs["k"])
+    """`ai.sparsefleet::DynamicPrune`: tokens (1, N, D), scores (1, H, N + 1) to k tokens."""
+    x, scores, k = operand(values, 0), operand(values, 1).shape, int(node.attrs["k"])
+    if len(x.shape) != 3 or len(scores) != 3 or scores[2] != x.shape[1] + 1:
+        raise ValueError(f"scores {scores} do not fit tokens {x.shape}")
+    if not 1 <= k <= x.shape[1]:
+        raise ValueError(f"k = {k} of {x.shape[1]} tokens")
     return [Runtime((x.shape[0], k, x.shape[2]), x.dtype), Runtime((x.shape[0], k), "int64")]

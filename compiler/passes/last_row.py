@@ -134,13 +134,12 @@ def _sink(maker: Operation, names: tuple[str, ...], anchor: SliceOp) -> None:
 
 
 def _sliced(value: SSAValue, rows: Dim, anchor: Operation) -> SSAValue:
+    """Return the last row of an operand: axis -2, or -1 if it holds one integer per row."""
     shape = shape_of(value)
-    axis = len(shape) - 2 if len(shape) > 1 else 0
-    if shape[axis] != rows:
-        if shape[-1] == rows:
-            axis = len(shape) - 1
-        else:
-            return value
+    axes = [axis for axis in (len(shape) - 2, len(shape) - 1) if axis >= 0 and shape[axis] == rows]
+    if not axes:
+        return value
+    axis = axes[0]
     op = SliceOp(value, axis, rows + Dim(-1), Dim(1))
     insert_before(anchor, op)
     return op.result

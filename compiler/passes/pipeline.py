@@ -6,9 +6,10 @@ from types import MappingProxyType
 from typing import Final
 
 from xdsl.dialects.builtin import ModuleOp
+from xdsl.utils.exceptions import VerifyException
 
 from compiler.dialects.text import print_module
-from compiler.kernels.program import Module
+from compiler.kernels.program import Module, ProgramError
 from compiler.passes.base import ImportedPipeline, NodeNames, Pass, PassContext
 from compiler.passes.canonicalise import Canonicalise
 from compiler.passes.compose import Compose
@@ -80,7 +81,7 @@ def lower_pipeline(imported: ImportedPipeline, *, verify: bool = False) -> Lower
     texts: dict[str, str] = {}
     for stage, passes in STAGES.items():
         notes.extend(run_passes(module, ctx, passes, verify=verify))
-        module.verify()
+        _verify(module, stage)
         texts[stage] = print_module(module)
     return LoweredPipeline(lower(module, ctx), MappingProxyType(texts), tuple(notes))
 
@@ -93,9 +94,17 @@ def run_passes(
     for current in passes:
         result = current.run(module, ctx)
         if verify:
-            module.verify()
+            _verify(module, current.name)
         notes.append("; ".join((f"{current.name}: {result.changed}", *result.notes)))
     return notes
+
+
+def _verify(module: ModuleOp, after: str) -> None:
+    try:
+        module.verify()
+    except VerifyException as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise ProgramError(f"after {after} the module is invalid: {reason}") from error
 
 
 def _copy(imported: ImportedPipeline) -> tuple[ModuleOp, PassContext]:
