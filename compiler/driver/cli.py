@@ -39,12 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         _COMMANDS[options.command](options)
+        sys.stdout.flush()
     except UnknownTargetError as error:
         return _fail(error, error.hint, BAD_ARGUMENTS)
     except (UserModelError, ContractError) as error:
         return _fail(error, error.hint, USER_FAULT)
     except CompilerError as error:
         return _fail(error, error.hint, OUR_FAULT)
+    except BrokenPipeError:  # the reader of our output left, e.g. `head`
+        sys.stderr.close()
     except OSError as error:
         return _fail(error, "", OUR_FAULT)
     return OK

@@ -22,9 +22,12 @@ from compiler.driver.base_grids import base_weights, kept_codes
 from compiler.driver.bundle_simulator import BundleSimulator
 from compiler.driver.cache import StageCache, cache_key, scratch_directory
 from compiler.driver.cards import Card, read_cards
+from compiler.driver.emulated_check import check_emulated, emulator_of
 from compiler.driver.lowering import lower_submission
 from compiler.driver.native_check import (
+    QEMU,
     NativeCheck,
+    check_assembled,
     check_native,
     find_hints,
     host_target,
@@ -159,10 +162,11 @@ class _Compilation:
 
     def _build(self, target: Target, plan: Plan) -> tuple[str, bytes]:
         source = render_kernels(target, plan.ops)
-        if self.cache.directory is not None:
-            return source, compile_shared(source, target, self.cache.directory / KERNEL_CACHE)
         with scratch_directory(self.cache) as folder:
-            return source, compile_shared(source, target, folder)
+            return source, compile_shared(source, target, self._tool_cache(folder))
+
+    def _tool_cache(self, scratch: Path) -> Path:
+        return self.cache.directory / KERNEL_CACHE if self.cache.directory else scratch
 
     def selftest(self, portable: Portable, kernels: bytes) -> SelfTest:
         """Return the vectors with the simulator's answers; from the cache if possible."""
@@ -194,9 +198,15 @@ class _Compilation:
             return find_hints(folder, sections, self.directory, self.options.selftest_timeout_s)
 
     def check_native(self, sections: Mapping[str, bytes]) -> NativeCheck:
-        """Run the shipped code against the vectors, where this machine can."""
+        """Run the shipped code against the vectors: here, under an emulator, or not at all."""
+        emulator = emulator_of(self.target)
         with self.clock.stage("selftest"), scratch_directory(self.cache) as folder:
-            return check_native(folder, sections, self.target, self.options.selftest_timeout_s)
+            if runs_here(self.target):
+                return check_native(folder, sections, self.options.selftest_timeout_s)
+            if emulator is not None:
+                detail = check_emulated(sections, self.target, emulator, self._tool_cache(folder))
+                return NativeCheck(QEMU, detail)
+            return check_assembled(self.target)
 
     def bundle(
         self,

@@ -25,6 +25,7 @@ from compiler.hardware.targets import Target, best_target
 
 CPU_INFO: Final = Path("/proc/cpuinfo")
 HOST: Final = "host"
+QEMU: Final = "qemu"
 ASSEMBLED: Final = "assembled"
 ROOT: Final = Path(__file__).parents[2]
 _MAX_SHOWN: Final = 400
@@ -35,7 +36,8 @@ class NativeCheck:
     """How the native code was checked.
 
     Attributes:
-        verified_on: `host` if it ran here, `assembled` if it could only be built.
+        verified_on: `host` if the shipped library ran here, `qemu` if its kernels ran under an
+            emulator, `assembled` if it could only be built.
         detail: The self-test's report, or why it did not run.
     """
 
@@ -66,26 +68,25 @@ def host_target() -> Target | None:
     return best_target(platform.machine(), host_features())
 
 
-def check_native(
-    directory: Path, sections: Mapping[str, bytes], target: Target, timeout_s: float
-) -> NativeCheck:
-    """Run the self-test of a bundle natively, if this machine can.
+def check_assembled(target: Target) -> NativeCheck:
+    """Say that code for `target` was built and could not be run here."""
+    missing = ", ".join(sorted(target.features - host_features()))
+    reason = f"this {platform.machine()} lacks {missing or target.arch}, and there is no emulator"
+    return NativeCheck(ASSEMBLED, {"reason": reason})
+
+
+def check_native(directory: Path, sections: Mapping[str, bytes], timeout_s: float) -> NativeCheck:
+    """Run the self-test of a bundle natively; this machine must be able to run the target.
 
     Args:
         directory: An empty directory of our own; the sections are written into it.
         sections: Every section of the bundle by component.
-        target: What the kernels were built for.
         timeout_s: Seconds after which the child is killed.
 
     Raises:
         SelfTestError: An output differs from the simulator's, the plan does not load, the native
             code crashed, or it took too long.
     """
-    if not runs_here(target):
-        missing = ", ".join(sorted(target.features - host_features()))
-        return NativeCheck(
-            ASSEMBLED, {"reason": f"this {platform.machine()} lacks {missing or target.arch}"}
-        )
     write_sections(directory, sections)
     done = _run_child(selftest_process.__name__, [directory], timeout_s)
     if done.returncode not in (selftest_process.PASSED, selftest_process.FAILED):

@@ -25,7 +25,7 @@ from compiler.driver.sections import expert_place
 from compiler.errors import SelfTestError
 
 STEPS_PER_VECTOR: Final = 4
-QUESTIONS_PER_CARD: Final = 3
+QUESTIONS_PER_CARD: Final = 4
 MAX_CANDIDATES: Final = 1_000
 RANDOM_PROMPTS: Final = 64
 GRAPH_ROWS: Final = (1, 2, 3, 5, 8, 13)
