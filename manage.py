@@ -74,45 +74,27 @@ def install(python: Path, lock: Path) -> None:
 
     Both check the hashes.
     """
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    has_uv = (
-        subprocess.run(
-            [python, "-m", "pip", "install", "-q", "uv"], check=False, **quiet
-        ).returncode
-        == 0
-    )
-    if has_uv:
-        command = [
-            python,
-            "-m",
-            "uv",
-            "pip",
-            "install",
-            "-q",
-            "--python",
-            python,
-            "--require-hashes",
-            "-r",
-            lock,
-        ]
-        if subprocess.run(command, check=False).returncode == 0:
-            return
-    command = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--disable-pip-version-check",
-        "--require-hashes",
-        "-r",
-        lock,
-    ]
-    if subprocess.run(command, check=False).returncode:
+    hashed = ["--require-hashes", "-r", str(lock)]
+    pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    uv = [str(python), "-m", "uv", "pip", "install", "-q", "--python", str(python)]
+    has_uv = subprocess.run([*pip, "uv"], check=False, capture_output=True).returncode == 0
+    if has_uv and subprocess.run([*uv, *hashed], check=False).returncode == 0:
+        return
+    if subprocess.run([*pip, *hashed], check=False).returncode:
         fail(
             "the locked packages could not be installed",
             "check that the package index can be reached, then run again",
         )
+
+
+def keep_bytecode(venv: Path) -> None:
+    """Let this process' children keep compiled modules, inside the environment's own folder.
+
+    Without it every one of the demo's processes would compile Django anew where
+    PYTHONDONTWRITEBYTECODE is set. Whoever set it wanted a clean source tree, and keeps it.
+    """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(venv / "pycache"))
 
 
 def main() -> None:
@@ -124,6 +106,7 @@ def main() -> None:
     command = sys.argv[1] if len(sys.argv) > 1 else ""
     if not os.environ.get("SPARSEFLEET_NO_BOOTSTRAP"):
         python = bootstrap("test" if command == "test" else "run", venv)
+        keep_bytecode(venv)
         if Path(sys.prefix).resolve() != venv.resolve():
             os.execv(python, [str(python), str(ROOT / "manage.py"), *sys.argv[1:]])
     os.chdir(ROOT)
