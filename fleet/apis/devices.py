@@ -1,6 +1,6 @@
 """Devices of the fleet."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from django.http import HttpRequest
 from ninja import Query, Router
@@ -10,19 +10,11 @@ from builds.common.paging import DEFAULT_LIMIT, Page, page_of
 from builds.common.roles import Permission
 from fleet.apis.schemas import AdmitIn, DeviceDetailOut, DeviceOut, DevicePage
 from fleet.models import Device
-from fleet.selectors.listing import (
-    answers_summary,
-    device_answers,
-    device_get,
-    device_list,
-    device_updates,
-)
-from fleet.selectors.poll import device_explain
+from fleet.selectors.listing import device_get, device_list
 from fleet.services.enrolment import device_admit
 from fleet.states import DeviceEvent
 
 router = Router()
-UPDATES_SHOWN = 20
 Limit = Annotated[int, Query(DEFAULT_LIMIT)]
 Cursor = Annotated[str, Query("")]
 Filter = Annotated[str, Query("")]
@@ -45,18 +37,10 @@ def devices_get(
 
 
 @router.get("/devices/{device_pk}", response=DeviceDetailOut, operation_id="device_get")
-def one_device_get(request: HttpRequest, device_pk: int) -> dict[str, Any]:
+def one_device_get(request: HttpRequest, device_pk: int) -> Device:
     """Return one device: facts, what it is told now and why, its updates and measurements."""
     require(request_actor(request), Permission.VIEW)
-    device = device_get(device_pk)
-    shape = DeviceOut.from_orm(device).model_dump()
-    return {
-        **shape,
-        "fingerprint": device.fingerprint.document,
-        "why": device_explain(device_pk=device_pk),
-        "updates": device_updates(device_pk, limit=UPDATES_SHOWN),
-        "answers": [answers_summary(row) for row in device_answers(device_pk)],
-    }
+    return device_get(device_pk)
 
 
 @router.post("/devices/{device_pk}/admit", response=DeviceOut, operation_id="device_admit")

@@ -109,10 +109,10 @@ def rollout_preview_post(request: HttpRequest, body: RolloutIn) -> dict[str, Any
 
 
 @router.get("/rollouts/{rollout_id}", response=RolloutDetailOut, operation_id="rollout_get")
-def one_rollout_get(request: HttpRequest, rollout_id: int) -> dict[str, Any]:
+def one_rollout_get(request: HttpRequest, rollout_id: int) -> Rollout:
     """Return one rollout with its stages, counts and the newest look of its gate."""
     require(request_actor(request), Permission.VIEW)
-    return _detail(rollout_id)
+    return rollout_get(rollout_id)
 
 
 @router.get(
@@ -139,20 +139,11 @@ def evidence_get(
 )
 def action_post(
     request: HttpRequest, rollout_id: int, action: ActionName, body: ReasonIn | None = None
-) -> dict[str, Any]:
+) -> Rollout:
     """Act on a rollout. `start` before it is ready means: as soon as it is ready."""
     reason = body.reason if body is not None else ""
     _ACTIONS[action](request_actor(request), rollout_id, reason)
-    return _detail(rollout_id)
-
-
-def _detail(rollout_id: int) -> dict[str, Any]:
-    rollout = rollout_get(rollout_id)
-    return {
-        **RolloutOut.from_orm(rollout).model_dump(),
-        "counts": rollout_counts(rollout_id),
-        "last_look": last_look(rollout_id),
-    }
+    return rollout_get(rollout_id)
 
 
 def _goals(stages: list[GoalIn]) -> list[Goal]:

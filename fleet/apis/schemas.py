@@ -1,16 +1,25 @@
 """JSON shapes of the fleet's part of the management API."""
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from django.core.exceptions import ObjectDoesNotExist
 from ninja import Field, Schema
 
 from compiler.contract.canonical import parse_object
 from fleet.models import ClaimToken, Device, GateLook, Group, Rollout, Stage, Update
-from fleet.selectors.poll import Explanation
+from fleet.selectors.listing import (
+    RolloutCounts,
+    answers_summary,
+    device_answers,
+    device_updates,
+    last_look,
+    rollout_counts,
+)
+from fleet.selectors.poll import Explanation, device_explain
 
 Action = Literal["accept", "reject", "retire"]
+UPDATES_SHOWN: Final = 20
 
 
 class ReasonIn(Schema):
@@ -139,6 +148,22 @@ class DeviceDetailOut(DeviceOut):
     updates: list[UpdateOut]
     answers: list[dict[str, Any]]
 
+    @staticmethod
+    def resolve_fingerprint(row: Device) -> dict[str, Any]:
+        return dict(row.fingerprint.document)
+
+    @staticmethod
+    def resolve_why(row: Device) -> Explanation:
+        return device_explain(device_pk=row.pk)
+
+    @staticmethod
+    def resolve_updates(row: Device) -> list[Update]:
+        return device_updates(row.pk, limit=UPDATES_SHOWN)
+
+    @staticmethod
+    def resolve_answers(row: Device) -> list[dict[str, Any]]:
+        return [answers_summary(stats) for stats in device_answers(row.pk)]
+
 
 class DevicePage(Schema):
     items: list[DeviceOut]
@@ -254,6 +279,14 @@ class CountsOut(Schema):
 class RolloutDetailOut(RolloutOut):
     counts: CountsOut
     last_look: LookOut | None
+
+    @staticmethod
+    def resolve_counts(row: Rollout) -> RolloutCounts:
+        return rollout_counts(row.pk)
+
+    @staticmethod
+    def resolve_last_look(row: Rollout) -> GateLook | None:
+        return last_look(row.pk)
 
 
 class ArmOut(Schema):
