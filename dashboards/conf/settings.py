@@ -116,6 +116,8 @@ DATA_UPLOAD_MAX_MEMORY_SIZE = 8 * 1024 * 1024
 # row again.
 QUEUE_DIR = STATE_DIR / "queue"
 CELERY_BROKER_URL = ENV.broker_url or "filesystem://"
+if not ENV.broker_url:
+    CELERY_BROKER_TRANSPORT = "builds.common.file_queue:Transport"
 CELERY_BROKER_TRANSPORT_OPTIONS: dict[str, Any] = (
     {"visibility_timeout": 300, "unacked_restore_interval": 5, "unacked_restore_throttle": 1}
     if ENV.broker_url
