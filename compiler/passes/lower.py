@@ -13,7 +13,6 @@ by first use, so programs that share weights share sections.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 from xdsl.dialects.builtin import ModuleOp
@@ -25,7 +24,7 @@ from compiler.dialects.dims import symbol_dim
 from compiler.dialects.hw import CallOp
 from compiler.dialects.sp import ConstantOp
 from compiler.dialects.types import dtype_of, shape_of
-from compiler.errors import UnsupportedOperatorError
+from compiler.errors import MalformedModelError, UnsupportedOperatorError
 from compiler.kernels.program import (
     ABSENT,
     SHARED_SECTION,
@@ -40,8 +39,7 @@ from compiler.kernels.program import (
 )
 from compiler.passes.base import PassContext
 from compiler.passes.functions import arguments, body, functions, results
-
-DTYPES: Final = {"float32": "f32", "int32": "i32", "uint8": "u8"}
+from compiler.passes.operand_check import DTYPES, weight_kinds
 
 
 @dataclass(slots=True)
@@ -87,7 +85,7 @@ class _Lowering:
     def _weights(self, code: Op, op: CallOp) -> tuple[int, ...]:
         if code is Op.EXPERTS:
             return self._experts(op.weights)
-        kinds = ("w4", "f32") if code is Op.LINEAR else ("f32", "f32")
+        kinds = weight_kinds(code)
         return tuple(
             ABSENT if slot < 0 else self._shared(op.weights[int(slot)], kinds[at])
             for at, slot in enumerate(op.weight_slots.get_values())
@@ -117,6 +115,11 @@ class _Lowering:
         if key not in self.weight_ids:
             self.weight_ids[key] = len(self.weights)
             stored = np.ascontiguousarray(array)
+            if not np.isfinite(stored).all():
+                raise MalformedModelError(
+                    f"a weight of shape {stored.shape} holds NaN or infinity",
+                    hint="the training run or the conversion that wrote it has failed",
+                )
             self.weights.append(Weight(len(self.weights), kind, stored, section))
         return self.weight_ids[key]
 
@@ -143,6 +146,7 @@ def lower(module: ModuleOp, ctx: PassContext) -> Module:
 
     Raises:
         UnsupportedOperatorError: Run-time rows are not the token rows, or caches differ in shape.
+        MalformedModelError: A weight is not finite.
         ProgramError: A pass produced calls that break the catalogue's rules.
     """
     lowering = _Lowering(ctx)

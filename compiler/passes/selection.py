@@ -6,6 +6,7 @@ from typing import Final, NoReturn
 from xdsl.ir import Block, Operation, SSAValue
 
 from compiler.analysis.constants import Array
+from compiler.contract.operand_rules import OperandError
 from compiler.dialects.hw import CallOp
 from compiler.dialects.sp import BinaryOp, OnnxOp, UnaryOp
 from compiler.dialects.types import Tensor, dtype_of, encoding_of, shape_of
@@ -13,6 +14,7 @@ from compiler.errors import UnsupportedOperatorError
 from compiler.kernels.program import Op
 from compiler.passes.base import PassContext
 from compiler.passes.matrices import matrix_type, rows_of
+from compiler.passes.operand_check import check_operands
 
 SUPPORTED: Final = (
     "convolutions of one image",
@@ -96,6 +98,10 @@ class Selection:
         while weights and weights[-1] is None:
             weights.pop()
         call = CallOp(op.name, inputs, weights, params, results)
+        try:
+            check_operands(op, call, self.ctx)
+        except OperandError as error:
+            self.refuse(str(error))
         self.block.add_op(call)
         return list(call.outputs)
 

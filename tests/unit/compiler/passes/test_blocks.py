@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from compiler.errors import UnsupportedOperatorError
+from compiler.errors import MalformedModelError, UnsupportedOperatorError
 from compiler.kernels.program import Module
 from tests.factories.onnx_blocks import (
     Block,
@@ -131,3 +132,36 @@ def test_it_does_not_take_other_arithmetic_for_a_norm(
 ) -> None:
     with pytest.raises(UnsupportedOperatorError):
         lowered(write_block(tmp_path, rms_with(**change)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            lambda b, x: linear(
+                b, b.op("Concat", *[x] * 60, *[b.op("Relu", x)] * 60, axis=2), 960, 8
+            ),
+            r"operator Concat \(node node_Concat_\d+\): COLS_CONCAT takes 2 to 64",
+        ),
+        (
+            lambda b, x: b.op("Softmax", linear(b, linear(b, x, 8, 8200), 8200, 8), axis=-1),
+            r"node node_\w+\): linear over 8200 elements, at most 8192",
+        ),
+    ],
+)
+def test_it_names_the_node_that_exceeds_a_kernel(
+    tmp_path: Path, wrong: Callable[[GraphBuilder, str], str], message: str
+) -> None:
+    with pytest.raises(UnsupportedOperatorError, match=message):
+        lowered(write_block(tmp_path, wrong))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_it_refuses_weights_that_are_not_finite(tmp_path: Path, number: float) -> None:
+    def block(b: GraphBuilder, x: str) -> str:
+        weight = np.eye(8, dtype=np.float32)
+        weight[3, 4] = number
+        return b.op("MatMul", x, b.const(weight))
+
+    with pytest.raises(MalformedModelError, match="NaN or infinity"):
+        lowered(write_block(tmp_path, block))

@@ -1,0 +1,90 @@
+"""Check a call against the catalogue where it is chosen, so that a refusal can name its node."""
+
+from typing import Final
+
+from xdsl.ir import SSAValue
+
+from compiler.contract.operand_rules import (
+    KvShape,
+    Operands,
+    Shape,
+    WeightShape,
+    check_call,
+    complete_params,
+)
+from compiler.dialects.dims import Dim
+from compiler.dialects.hw import CallOp
+from compiler.dialects.types import dtype_of, shape_of
+from compiler.kernels.program import Op
+from compiler.passes.base import PassContext
+
+DTYPES: Final = {"float32": "f32", "int32": "i32", "uint8": "u8"}
+
+
+def weight_kinds(op: Op) -> tuple[str, str]:
+    """Return the kinds of a call's first and second weight; expert stacks are four-bit."""
+    match op:
+        case Op.EXPERTS:
+            return "w4", "w4"
+        case Op.LINEAR:
+            return "w4", "f32"
+        case _:
+            return "f32", "f32"
+
+
+def check_operands(op: Op, call: CallOp, ctx: PassContext) -> None:
+    """Check arity, types, shapes and parameters of a call.
+
+    Raises:
+        OperandError: The first rule that is broken.
+    """
+    params = complete_params(op, call.parameters())
+    operands = Operands(
+        inputs=_by_slot(call.slots.get_values(), call.arguments, ctx),
+        outputs=tuple(_shape(value, ctx) for value in call.outputs),
+        weights=_weights(op, call),
+        params=params,
+        kv=_cache(op, call, params, ctx),
+    )
+    check_call(op, operands)
+
+
+def _by_slot(
+    slots: tuple[int | float, ...], values: tuple[SSAValue, ...], ctx: PassContext
+) -> tuple[Shape | None, ...]:
+    return tuple(None if slot < 0 else _shape(values[int(slot)], ctx) for slot in slots)
+
+
+def _shape(value: SSAValue, ctx: PassContext) -> Shape:
+    rows, cols = shape_of(value)
+    count = rows.constant if rows.is_static else ctx.spec.max_step_tokens
+    dtype = dtype_of(value)
+    return Shape(count, cols.constant, DTYPES.get(dtype, dtype), not rows.is_static)
+
+
+def _weights(op: Op, call: CallOp) -> tuple[WeightShape | None, ...]:
+    kinds = weight_kinds(op)
+    found: list[WeightShape | None] = []
+    for at, slot in enumerate(call.weight_slots.get_values()):
+        kind = kinds[min(at, 1)]
+        found.append(None if slot < 0 else _weight(call.weights[int(slot)], kind))
+    if op is not Op.EXPERTS:
+        return tuple(found)
+    experts = shape_of(call.weights[0])[0].constant
+    return tuple(found) * experts
+
+
+def _weight(value: SSAValue, kind: str) -> WeightShape:
+    shape = shape_of(value)
+    rows = shape[-2] if len(shape) > 1 else Dim(1)
+    return WeightShape(rows.constant, shape[-1].constant, kind)
+
+
+def _cache(
+    op: Op, call: CallOp, params: dict[str, int | float], ctx: PassContext
+) -> KvShape | None:
+    if op is not Op.ATTENTION or params["kv_layer"] < 0:
+        return None
+    heads = int(params["kv_heads"])
+    head_dim = shape_of(call.arguments[1])[1].constant // heads
+    return KvShape(int(params["kv_layer"]) + 1, heads, head_dim, ctx.spec.max_context)
