@@ -7,8 +7,7 @@ from celery import shared_task
 from django.conf import settings
 
 from builds.common.enqueue import Task
-from builds.compile_runner.deltas import delta_run_one
-from builds.compile_runner.run import build_run_one
+from builds.compile_runner.slot import build_in_slot, delta_in_slot
 from builds.services.upkeep import everything_due
 
 # The runner stops the compiler itself; this only ends a runner that hangs. Messages of work that
@@ -21,18 +20,18 @@ def tick() -> None:
     """Free dead leases, ring the queue, renew metadata; do one job here if the queue is deaf."""
     due = everything_due()
     if due.build_id is not None:
-        build_run_one(due.build_id)
+        build_in_slot(due.build_id)
     if due.delta_id is not None:
-        delta_run_one(due.delta_id)
+        delta_in_slot(due.delta_id)
 
 
 @shared_task(name=Task.BUILD_RUN.value, time_limit=TIME_LIMIT_S)
 def build_run(job_id: int) -> None:
-    """Run one build job, if nobody else does."""
-    build_run_one(job_id)
+    """Run one build job, if nobody else does and this worker is free."""
+    build_in_slot(job_id)
 
 
 @shared_task(name=Task.DELTA_BUILD.value, time_limit=TIME_LIMIT_S)
 def delta_build(delta_id: int) -> None:
-    """Make one delta, if nobody else does."""
-    delta_run_one(delta_id)
+    """Make one delta, if nobody else does and this worker is free."""
+    delta_in_slot(delta_id)

@@ -58,7 +58,7 @@ def _compile(job: Mapping[str, Any], say: Say) -> None:
     from compiler.driver.compile import compile_model
     from compiler.driver.options import CompileOptions
 
-    base = read_bundle(Path(job["base"])) if job["base"] else None
+    base = _base(*read_bundle(Path(job["base"]))) if job["base"] else None
     options = CompileOptions(
         target=job["target"],
         model=job["model"],
@@ -66,11 +66,23 @@ def _compile(job: Mapping[str, Any], say: Say) -> None:
         release_seq=job["release_seq"],
         security_epoch=job["security_epoch"],
         cache_dir=Path(job["cache"]) if job["cache"] else None,
-        base_sections=base[1] if base else None,
-        base_planes=_planes(base[0]) if base else None,
+        base_sections=base[0] if base else None,
+        base_planes=base[1] if base else None,
         progress=lambda stage, fraction: say(Progress(stage, fraction)),
     )
     write_bundle(compile_model(Path(job["submission"]), options), Path(job["out"]))
+
+
+def _base(
+    manifest: ReleaseManifest, sections: Mapping[str, bytes]
+) -> tuple[dict[str, bytes], dict[str, tuple[Plane, ...]]]:
+    """Keep what grids come from: plan and weights, which are the same for every target.
+
+    So the stages before `kernels` are done once for all targets of a version.
+    """
+    planes = _planes(manifest)
+    kept = {name for name, ranges in planes.items() if ranges or name == "plan"}
+    return {name: sections[name] for name in kept}, {name: planes[name] for name in kept}
 
 
 def _delta(job: Mapping[str, Any], say: Say) -> None:

@@ -19,6 +19,8 @@ LISTEN_S: Final = 0.5
 READ_BYTES: Final = 1 << 16
 KILL_WAIT_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
+# Looked up here: between fork and exec, a process with threads must not take the loader's lock.
+_prctl: Final = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def listen(
@@ -84,7 +86,8 @@ def _started(
 
 def _die_with_parent() -> None:
     # A worker that is killed with -9 cannot clean up: the kernel does it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    assert _prctl is not None
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -229,6 +229,16 @@ def deltas_ring(*, clock: Clock | None = None) -> list[int]:
     return overdue
 
 
+def deltas_ring_next(*, clock: Clock | None = None) -> None:
+    """Tell the queue about the one delta that waits longest, because a worker has become free."""
+    now = (clock or SystemClock()).now()
+    pk = _leasable(now).values_list("pk", flat=True).first()
+    if pk is not None:
+        with transaction.atomic():
+            Delta.objects.filter(pk=pk).update(rung_at=now)
+            enqueue(Task.DELTA_BUILD, delta_id=pk)
+
+
 def _leasable(now: datetime) -> QuerySet[Delta]:
     due = Q(not_before=None) | Q(not_before__lte=now)
     return Delta.objects.filter(due, state=DeltaState.QUEUED.value).order_by("pk")

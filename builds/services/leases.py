@@ -78,3 +78,13 @@ def jobs_ring(*, clock: Clock | None = None) -> list[int]:
     if overdue and BuildJob.objects.filter(state__in=WORKING).exists():
         return []
     return overdue
+
+
+def jobs_ring_next(*, clock: Clock | None = None) -> None:
+    """Tell the queue about the one job that waits longest, because a worker has become free."""
+    now = (clock or SystemClock()).now()
+    pk = jobs_leasable(now).values_list("pk", flat=True).first()
+    if pk is not None:
+        with transaction.atomic():
+            BuildJob.objects.filter(pk=pk).update(rung_at=now)
+            enqueue(Task.BUILD_RUN, job_id=pk)

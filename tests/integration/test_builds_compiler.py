@@ -1,0 +1,109 @@
+"""The real compiler behind the runner: a real model, and submissions that are at fault."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from onnx import TensorProto, helper
+
+from builds.compile_runner.run import build_run_one
+from builds.models import BuildJob, Bundle, ModelVersion
+from builds.services.signing import keys_generate, repositories_init
+from builds.states import VersionState
+from tests.factories.builds import make_files, make_job, make_model, make_target, make_version
+
+pytestmark = pytest.mark.django_db
+ROOT = Path(__file__).resolve().parents[2]
+REAL = ROOT / "examples" / "moe-exports" / "exp_qwen3_moe_batched_mm_dynamo.onnx"
+
+
+def pipeline(source: str = "x", result: str = "view_5") -> bytes:
+    component = {
+        "file": "model.onnx",
+        "inputs": {source: {"role": "tensor"}},
+        "outputs": {result: {"role": "tensor"}},
+    }
+    document = {
+        "schema": "sparsefleet.pipeline/1",
+        "family": "graph",
+        "max_step_tokens": 64,
+        "components": {"model": component},
+    }
+    return json.dumps(document).encode()
+
+
+def unsupported_model() -> bytes:
+    node = helper.make_node("Unique", ["x"], ["y"], name="odd_one")
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, "s", 32])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
+    return bytes(model.SerializeToString())
+
+
+@pytest.fixture(autouse=True)
+def keys(state_dir: Path) -> None:
+    keys_generate()
+    repositories_init()
+
+
+def build(model: bytes, description: bytes, version: ModelVersion | None = None) -> BuildJob:
+    version = version or make_version(state=VersionState.SUBMITTED)
+    version.files = make_files(model__onnx=model, pipeline__json=description)
+    version.save()
+    job = make_job(version, make_target("x86-64-v1"))
+    build_run_one(job.pk)
+    job.refresh_from_db()
+    version.refresh_from_db()
+    return job
+
+
+def test_it_builds_two_versions_of_a_real_model() -> None:
+    model = make_model("moe-block")
+    first = build(REAL.read_bytes(), pipeline(), make_version(model))
+    assert (first.state, first.error_message) == ("ready", "")
+    assert first.report["selftest_vectors"] >= 16
+    assert first.bundle.verified_on == "host"
+    second = build(REAL.read_bytes(), pipeline(), make_version(model))
+    assert (second.state, second.base_bundle) == ("ready", Bundle.objects.get(job=first))
+    # The same weights on the same grids: every section with weights is the same blob.
+    digests = [
+        dict(job.bundle.sections.values_list("component", "sha256")) for job in (first, second)
+    ]
+    weights = {name for name in digests[0] if name.startswith(("weights", "expert"))}
+    assert len(weights) == 5
+    assert {name: digests[0][name] for name in weights} == {
+        name: digests[1][name] for name in weights
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "words"),
+    [
+        (lambda: REAL.read_bytes()[:20_000], "build.user.malformed_model", []),
+        (lambda: b"this is no ONNX file", "build.user.malformed_model", []),
+        (lambda: b"", "build.user.malformed_model", []),
+        (unsupported_model, "build.user.unsupported_op", ["Unique", "odd_one"]),
+    ],
+    ids=["truncated", "no-onnx", "empty", "unsupported"],
+)
+def test_it_says_what_is_wrong_with_a_submission(model: Any, code: str, words: list[str]) -> None:
+    onnx_bytes = model()
+    description = pipeline("x", "y") if words else pipeline()
+    job = build(onnx_bytes, description)
+    for row in (job, job.version):
+        assert row.error_code == code, row.error_message
+        assert all(word in row.error_message for word in words)
+    assert (job.state, job.version.state) == ("failed_user", "invalid")
+    if words:
+        assert "supported" in f"{job.error_message} {job.error_hint}".lower()
+
+
+def test_it_names_an_output_that_the_model_does_not_have() -> None:
+    job = build(REAL.read_bytes(), pipeline("x", "absent"))
+    assert job.error_code == "build.user.malformed_model"
+    assert "absent" in job.error_message
