@@ -78,7 +78,7 @@ def rollout_members(rollout: Rollout) -> Members:
         for bundle in Bundle.objects.filter(version_id=rollout.version_id).defer("manifest")
     }
     treated = frozenset(
-        Enrolment.objects.filter(rollout=rollout, arm=Arm.TREATMENT.value).values_list(
+        Enrolment.objects.filter(rollout_id=rollout.pk, arm=Arm.TREATMENT.value).values_list(
             "device__device_id", flat=True
         )
     )
