@@ -29,12 +29,12 @@ GUARD: Final = "tables.lock"
 class Channel(filesystem.Channel):
     """File channel whose files are never seen half written."""
 
-    def _put(self, queue: str, payload: Mapping[str, Any], **_kwargs: object) -> None:
+    def _put(self, queue: str, message: Mapping[str, Any], **_kwargs: object) -> None:
         """Put a message; its name orders it."""
         name = f"{time.monotonic_ns():020d}_{uuid.uuid4()}.{queue}.msg"
-        _write(Path(self.data_folder_out) / name, dumps(payload))
+        _write(Path(self.data_folder_out) / name, _encoded(message))
 
-    def _get(self, queue: str) -> object:
+    def _get(self, queue: str, timeout: float | None = None) -> object:  # noqa: ARG002 -- kombu's
         """Take the oldest message of `queue` that no other worker takes first.
 
         Raises:
@@ -52,21 +52,21 @@ class Channel(filesystem.Channel):
             data = taken.read_bytes()
             taken.unlink()
             try:
-                return loads(data.decode("utf-8"))
+                return loads(data.decode("utf-8"))  # type: ignore[no-untyped-call]
             except ValueError as error:
                 logger.warning("message %s cannot be read and is dropped: %s", name, error)
         raise Empty
 
     def _queue_bind(self, exchange: str, routing_key: str, pattern: str, queue: str) -> None:
         """Add a queue to the table of an exchange, one process at a time."""
-        file: Path = self._exchange_file(exchange)
+        file: Path = self._exchange_file(exchange)  # type: ignore[no-untyped-call]
         file.parent.mkdir(parents=True, exist_ok=True)
         row = filesystem.exchange_queue_t(routing_key or "", pattern or "", queue or "")
         with (file.parent / GUARD).open("w") as guard:
             fcntl.flock(guard, fcntl.LOCK_EX)
-            rows = self.get_table(exchange)
+            rows = self.get_table(exchange)  # type: ignore[no-untyped-call]
             if row not in rows:
-                _write(file, dumps([row, *rows]))
+                _write(file, _encoded([row, *rows]))
 
 
 class Transport(filesystem.Transport):
@@ -75,6 +75,11 @@ class Transport(filesystem.Transport):
     Channel = Channel
     # Kombu keeps one state for all connections of a process, and so do we.
     global_state = filesystem.Transport.global_state
+
+
+def _encoded(value: object) -> str:
+    text: str = dumps(value)  # type: ignore[no-untyped-call]
+    return text
 
 
 def _write(path: Path, text: str) -> None:
