@@ -9,11 +9,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-WIDTH: Final = 720
-HEIGHT: Final = 220
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 26
 MAX_TICKS: Final = 6
 Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Size of a drawing, the edges of its plot, and how many labels fit below it."""
+
+    name: str
+    width: int
+    height: int
+    left: int
+    right: int
+    top: int
+    bottom: int
+    x_labels: int
+
+
+# One for wide screens and one for narrow ones; the style sheet shows one of the two.
+WIDE: Final = Frame("wide", 720, 220, left=52, right=708, top=10, bottom=194, x_labels=12)
+COMPACT: Final = Frame("compact", 340, 220, left=48, right=332, top=10, bottom=194, x_labels=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +92,25 @@ class DrawnLimit:
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
-    """All that the SVG template needs."""
+class Drawing:
+    """A chart laid out for one width."""
 
-    title: str
-    summary: str
+    frame: Frame
     lines: tuple[DrawnLine, ...]
     levels: tuple[DrawnLimit, ...]
     marks: tuple[DrawnLimit, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """All that the SVG template needs."""
+
+    title: str
+    summary: str
     x_title: str
-    width: int = WIDTH
-    height: int = HEIGHT
-    left: int = LEFT
-    right: int = WIDTH - RIGHT
-    top: int = TOP
-    bottom: int = HEIGHT - BOTTOM
+    drawings: tuple[Drawing, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,18 +164,24 @@ def line_chart(
         return None
     xs = [x for _, points in drawn for x, _ in points] + [mark.x for mark in marks]
     ys = [y for _, points in drawn for _, y in points] + [level.y for level in levels]
-    x_axis = _axis(x_range or (min(xs), max(xs)), LEFT, WIDTH - RIGHT)
-    y_axis = _axis(y_range or _padded(min(ys), max(ys)), HEIGHT - BOTTOM, TOP)
-    return Chart(
-        title=title,
-        summary=summary,
-        lines=tuple(_draw(line, points, x_axis, y_axis) for line, points in drawn),
-        levels=tuple(_level(level, y_axis) for level in levels),
-        marks=tuple(_mark(mark, x_axis) for mark in marks),
-        x_ticks=_ticks(x_axis, x_ticks),
-        y_ticks=_ticks(y_axis, y_ticks),
-        x_title=x_title,
-    )
+    x_ends = _ends(x_range or (min(xs), max(xs)))
+    y_ends = _ends(y_range or _padded(min(ys), max(ys)))
+    x_labels = _labels(x_ends) if x_ticks is None else x_ticks
+    y_labels = _labels(y_ends) if y_ticks is None else y_ticks
+
+    def drawing(frame: Frame) -> Drawing:
+        x_axis = Axis(*x_ends, frame.left, frame.right)
+        y_axis = Axis(*y_ends, frame.bottom, frame.top)
+        return Drawing(
+            frame=frame,
+            lines=tuple(_draw(line, points, x_axis, y_axis) for line, points in drawn),
+            levels=tuple(_level(level, y_axis, frame) for level in levels),
+            marks=tuple(_mark(mark, x_axis, frame) for mark in marks),
+            x_ticks=_ticks(x_axis, _thinned(x_labels, frame.x_labels)),
+            y_ticks=_ticks(y_axis, y_labels),
+        )
+
+    return Chart(title, summary, x_title, (drawing(WIDE), drawing(COMPACT)))
 
 
 def round_ticks(low: float, high: float, count: int = MAX_TICKS) -> tuple[float, ...]:
@@ -183,11 +207,9 @@ def label_of(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def _axis(ends: tuple[float, float], start: float, end: float) -> Axis:
+def _ends(ends: tuple[float, float]) -> tuple[float, float]:
     low, high = ends
-    if high - low < 1e-12:
-        low, high = low - 0.5, high + 0.5
-    return Axis(low, high, start, end)
+    return (low - 0.5, high + 0.5) if high - low < 1e-12 else (low, high)
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
@@ -195,11 +217,17 @@ def _padded(low: float, high: float) -> tuple[float, float]:
     return low - pad, high + pad
 
 
-def _ticks(axis: Axis, given: Sequence[tuple[float, str]] | None) -> tuple[Tick, ...]:
-    if given is None:
-        given = [(value, label_of(value)) for value in round_ticks(axis.low, axis.high)]
+def _labels(ends: tuple[float, float]) -> list[tuple[float, str]]:
+    return [(value, label_of(value)) for value in round_ticks(*ends)]
+
+
+def _thinned(labels: Sequence[tuple[float, str]], limit: int) -> Sequence[tuple[float, str]]:
+    return labels[:: -(-len(labels) // limit)] if labels else labels
+
+
+def _ticks(axis: Axis, labels: Sequence[tuple[float, str]]) -> tuple[Tick, ...]:
     return tuple(
-        Tick(axis.at(value), label) for value, label in given if axis.low <= value <= axis.high
+        Tick(axis.at(value), label) for value, label in labels if axis.low <= value <= axis.high
     )
 
 
@@ -209,21 +237,14 @@ def _draw(line: Line, points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> Dr
     return DrawnLine(line.name, line.tone, path, placed[-1], line.is_dashed)
 
 
-def _level(level: Level, axis: Axis) -> DrawnLimit:
+def _level(level: Level, axis: Axis, frame: Frame) -> DrawnLimit:
     at = axis.at(level.y)
-    return DrawnLimit(
-        level.name, level.tone, at, LEFT + 6, at - 5 if at > TOP + 14 else at + 13, "start"
-    )
+    label_y = at - 5 if at > frame.top + 14 else at + 13
+    return DrawnLimit(level.name, level.tone, at, frame.left + 6, label_y, "start")
 
 
-def _mark(mark: Mark, axis: Axis) -> DrawnLimit:
+def _mark(mark: Mark, axis: Axis, frame: Frame) -> DrawnLimit:
     at = axis.at(mark.x)
-    is_right = at > (LEFT + WIDTH - RIGHT) / 2
-    return DrawnLimit(
-        mark.name,
-        mark.tone,
-        at,
-        at - 5 if is_right else at + 5,
-        TOP + 11,
-        "end" if is_right else "start",
-    )
+    is_right = at > (frame.left + frame.right) / 2
+    label_x, anchor = (at - 5, "end") if is_right else (at + 5, "start")
+    return DrawnLimit(mark.name, mark.tone, at, label_x, frame.top + 11, anchor)

@@ -30,7 +30,7 @@ Y_FLOOR: Final = -2.0
 Y_CEILING: Final = 9.0
 LOG10: Final = math.log(10.0)
 METRIC_TITLES: Final[Mapping[Metric, str]] = {
-    Metric.FAILURES: "Answers that did not end",
+    Metric.FAILURES: "Failed answers",
     Metric.SLOW: "Slow answers",
     Metric.SILENCE: "Silent devices",
     Metric.WRONG: "Wrong answers",

@@ -1,11 +1,14 @@
 """Key figures above a page: name, value as text, note, and a tone when something is wrong. Pure."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from dashboards.templatetags.sparsefleet import figure, percent
 from fleet.selectors.device_pages import DeviceDetail
 from fleet.selectors.pages import FleetCounts, Measured
 from fleet.selectors.rollout_page import RolloutDetail
+
+FAILURE_ALARM: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def rollout_kpis(detail: RolloutDetail) -> tuple[Kpi, ...]:
             "bad" if totals.failed else "",
         ),
         Kpi(
-            "Answers that did not end",
+            "Failed answers",
             percent(new.measured.failure_ratio, 2),
             f"control {percent(old.measured.failure_ratio, 2)}",
             _worse(new.measured.failure_ratio, old.measured.failure_ratio),
@@ -113,10 +116,10 @@ def device_kpis(detail: DeviceDetail) -> tuple[Kpi, ...]:
         Kpi("Answers", figure(measured.answers), "with this version"),
         Kpi("Answers right", percent(measured.accuracy), f"of {figure(measured.scored)} scored"),
         Kpi(
-            "Did not end",
+            "Failed answers",
             percent(measured.failure_ratio, 2),
             f"of {figure(measured.answers)} answers",
-            "bad" if measured.failures else "",
+            "bad" if (measured.failure_ratio or 0) > FAILURE_ALARM else "",
         ),
     )
 
@@ -124,7 +127,7 @@ def device_kpis(detail: DeviceDetail) -> tuple[Kpi, ...]:
 def _hour_note(measured: Measured) -> str:
     if not measured.answers:
         return "in the last hour"
-    return f"last hour, {percent(measured.failure_ratio)} did not end"
+    return f"last hour, {percent(measured.failure_ratio)} failed"
 
 
 def _worse(new: float | None, old: float | None) -> str:

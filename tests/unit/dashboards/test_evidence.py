@@ -86,11 +86,11 @@ def rows(*failures: int) -> dict[str, GateRow]:
 def test_it_draws_every_look_and_both_limits() -> None:
     strip = evidence_strip(points(0, 1, 4, 5), SPEC)
     assert strip.chart is not None
-    assert [level.name for level in strip.chart.levels] == [
+    assert [level.name for level in strip.chart.drawings[0].levels] == [
         "roll back at 100 : 1",
         "hold at 20 : 1",
     ]
-    total = next(line for line in strip.chart.lines if line.name == "All together")
+    total = next(line for line in strip.chart.drawings[0].lines if line.name == "All together")
     assert len(total.path.split()) == 4
 
 
@@ -118,18 +118,19 @@ def test_it_cuts_overwhelming_evidence_at_the_top_of_the_chart() -> None:
     assert strip.chart is not None
     assert strip.rows[0].total > 10.0**Y_CEILING
     assert strip.rows[0].decision == "fail"
-    assert min(tick.at for tick in strip.chart.y_ticks) >= strip.chart.top
+    drawing = strip.chart.drawings[0]
+    assert min(tick.at for tick in drawing.y_ticks) >= drawing.frame.top
 
 
 def test_it_says_harm_shown_when_harm_is_shown() -> None:
-    row = rows(20, 20, 20)["Answers that did not end"]
+    row = rows(20, 20, 20)["Failed answers"]
     assert (row.state, row.word) == ("fail", "Harm shown")
     assert row.treatment == 0.4
     assert row.control == 0.0
 
 
 def test_it_says_not_yet_known_in_between() -> None:
-    assert rows(0)["Answers that did not end"].word == "Not yet known"
+    assert rows(0)["Failed answers"].word == "Not yet known"
 
 
 def test_it_says_that_accuracy_is_shown_and_not_gated() -> None:
@@ -157,8 +158,8 @@ def test_it_compares_latency_of_both_arms() -> None:
     assert median.ratio is not None
     assert abs(median.ratio - 2) < 0.05
     assert (latency.treatment_count, latency.control_count) == (4, 4)
-    assert latency.chart.marks[0].name == "slow above 12 ms"
-    assert len(latency.chart.x_ticks) >= 3
+    assert latency.chart.drawings[0].marks[0].name == "slow above 12 ms"
+    assert len(latency.chart.drawings[0].x_ticks) >= 3
 
 
 def test_it_has_no_latency_chart_without_answers() -> None:
@@ -171,4 +172,4 @@ def test_it_shows_one_arm_alone() -> None:
     latency = latency_comparison(treatment=sketch(5.0), control=Sketch())
     assert latency.chart is not None
     assert "Only one arm" in latency.chart.summary
-    assert len(latency.chart.lines) == 1
+    assert len(latency.chart.drawings[0].lines) == 1

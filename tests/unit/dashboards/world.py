@@ -4,6 +4,7 @@ Rows are made with the factories of the apps; the verdicts of the gate come from
 """
 
 import hashlib
+import itertools
 import random
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -156,7 +157,7 @@ def _bundle(world: World, version: ModelVersion, target: Target, number: int) ->
     )
     steps = ("queued", "leased", "compiling", "verifying", "signing", "ready")
     at = start
-    for old, new in zip(steps, steps[1:], strict=False):
+    for old, new in itertools.pairwise(steps):
         at += timedelta(seconds={"compiling": 1, "verifying": 33, "signing": 6}.get(new, 0.5))
         row = BuildTransition.objects.create(
             subject=job, old=old, event=new, new=new, actor="worker-1"
@@ -378,7 +379,7 @@ def _update(
         "probation",
         state,
     ]
-    for index, (old, event) in enumerate(zip(steps, steps[1:], strict=False)):
+    for index, (old, event) in enumerate(itertools.pairwise(steps)):
         row = fleet.UpdateTransition.objects.create(
             subject=update, old=old, event=event, new=event, actor=f"device:{device.device_id}"
         )
