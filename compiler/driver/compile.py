@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from compiler.contract.canonical import Json, canonical_bytes, sha256_hex
 from compiler.contract.manifest import ReleaseManifest, Section
-from compiler.contract.pipeline import parse_pipeline
+from compiler.contract.pipeline import ImageSpec, parse_pipeline
 from compiler.contract.plan import Plan, parse_plan
 from compiler.contract.plan_format import ABI_VERSION
 from compiler.contract.planes import Plane
@@ -104,6 +104,7 @@ class _Compilation:
         self.spec = spec
         self.cache = StageCache(options.cache_dir)
         self.clock = StageClock(options.progress)
+        self.cards = self._calibration()
         base = section_digests(options.base_sections)
         self.provenance = provenance_document(
             submission_digests(directory, spec), base, target.id, options.selftest_vectors
@@ -178,7 +179,7 @@ class _Compilation:
             selftest = make_selftest(
                 BundleSimulator(portable.sections),
                 parse_pipeline(portable.sections["pipeline"]),
-                self._calibration(portable),
+                self.cards,
                 expert_sections(portable.sections),
                 self.options.selftest_vectors,
                 self._hints(portable, kernels),
@@ -259,11 +260,12 @@ class _Compilation:
             provenance_sha256=sha256_hex(canonical_bytes(self.provenance)),
         )
 
-    def _calibration(self, portable: Portable) -> tuple[Card, ...]:
-        image = parse_pipeline(portable.sections["pipeline"]).image
+    def _calibration(self) -> tuple[Card, ...]:
+        image = self.spec.image
         if image is None:
             return ()
-        return read_cards(self.directory, CALIBRATION, image)
+        size = ImageSpec(image.height, image.width, image.channels)
+        return read_cards(self.directory, CALIBRATION, size)
 
     def _key(self, stage: str) -> str:
         facts = {name: value for name, value in self.provenance.items() if name != "target"}

@@ -26,7 +26,7 @@ from compiler.errors import SelfTestError
 
 STEPS_PER_VECTOR: Final = 4
 QUESTIONS_PER_CARD: Final = 4
-MAX_CANDIDATES: Final = 1_000
+MAX_CANDIDATES: Final = 400
 RANDOM_PROMPTS: Final = 64
 GRAPH_ROWS: Final = (1, 2, 3, 5, 8, 13)
 SEED: Final = 20_240

@@ -1,0 +1,239 @@
+"""EdgeCard and two exported MoE blocks, from ONNX to native code, with the real C compiler."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from compiler.contract.manifest import parse_manifest
+from compiler.contract.native import NativePlan
+from compiler.contract.pipeline import parse_pipeline
+from compiler.contract.selftest import parse_selftest, run_selftest
+from compiler.driver.base_grids import base_weights
+from compiler.driver.bundle_simulator import BundleSimulator, module_of
+from compiler.driver.cards import read_cards
+from compiler.driver.compile import compile_model
+from compiler.driver.evaluate import answer_cards, score
+from compiler.driver.native_check import runs_here
+from compiler.driver.options import STAGES, CompiledBundle, CompileOptions
+from compiler.emitters.c import render_kernels
+from compiler.errors import CompilerError, MalformedModelError, SelfTestError
+from compiler.hardware.targets import find_target
+from tests.factories.bundles import STORE, compiled, submission
+
+TARGETS = ("x86-64-v3", "x86-64-v2", "x86-64-v1")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+GRAPHS = {
+    "exp_qwen3_moe_batched_mm_dynamo.onnx": "view_5",
+    "exp_mixtral_batched_mm_dynamo.onnx": "view_7",
+}
+REFERENCE = json.loads((EXAMPLES / "edgecard" / "reference.json").read_text())["measured"]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def here(target: str) -> str:
+    if not runs_here(find_target(target)):
+        pytest.skip(f"this machine cannot run {target}")
+    return target
+
+
+def native(bundle: CompiledBundle) -> NativePlan:
+    return NativePlan(bundle.sections["kernels"], bundle.sections["plan"], bundle.sections)
+
+
+def evaluation(version: str, bundle: CompiledBundle, folder: Path):
+    image = parse_pipeline(bundle.sections["pipeline"]).image
+    assert image is not None
+    return read_cards(submission(version, folder), "evaluation", image)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_verifies_the_shipped_code_on_this_machine(target, folder) -> None:
+    bundle = compiled("v1", here(target), folder)
+    assert bundle.manifest.verified_on == "host"
+    selftest = parse_selftest(bundle.sections["selftest"])
+    assert len(selftest.vectors) >= 16
+    assert selftest.experts == {layer: tuple(range(16)) for layer in range(4)}
+    with native(bundle) as plan:
+        report = run_selftest(plan, bundle.sections["selftest"])
+    assert report.passed
+    assert report.runs > 48
+
+
+def test_it_answers_alike_on_every_target_and_in_the_simulator(folder) -> None:
+    bundles = [compiled("v1", here(target), folder) for target in TARGETS]
+    pipeline = parse_pipeline(bundles[0].sections["pipeline"])
+    cards = evaluation("v1", bundles[0], folder)[:4]
+    expected = [
+        item.answer for item in answer_cards(BundleSimulator(bundles[0].sections), pipeline, cards)
+    ]
+    assert len(expected) >= 40
+    for bundle in bundles:
+        with native(bundle) as plan:
+            assert [item.answer for item in answer_cards(plan, pipeline, cards)] == expected
+
+
+def test_it_shares_everything_but_the_kernels_between_targets(folder) -> None:
+    first, second = (compiled("v1", target, folder) for target in TARGETS[:2])
+    assert first.sections.keys() == second.sections.keys()
+    differing = [name for name, data in first.sections.items() if data != second.sections[name]]
+    assert differing == ["kernels"]
+
+
+def test_it_keeps_the_accuracy_of_the_f32_model(folder) -> None:
+    bundle = compiled("v1", here("x86-64-v3"), folder)
+    pipeline = parse_pipeline(bundle.sections["pipeline"])
+    with native(bundle) as plan:
+        scores = score(answer_cards(plan, pipeline, evaluation("v1", bundle, folder)))
+    assert scores.questions == REFERENCE["v1"]["greedy"]["questions"]
+    assert scores.accuracy > REFERENCE["v1"]["greedy"]["accuracy"] - 0.02
+    assert scores.cut_off_ratio == 0.0
+
+
+def test_it_keeps_most_codes_of_the_version_before(folder) -> None:
+    bundle = compiled("v2", "x86-64-v3", folder, base_version="v1")
+    base = bundle.report["base"]
+    assert base["weights_paired"] == len(bundle.report["sqnr_db"])
+    assert base["same_codes"] >= 0.9 * base["codes"]
+    before = compiled("v1", "x86-64-v3", folder).report["sqnr_db"]
+    lost = [before[name] - value for name, value in bundle.report["sqnr_db"].items()]
+    assert float(np.mean(lost)) < 0.5  # dB
+
+
+def test_it_shows_the_bad_version_by_running_it(folder) -> None:
+    bundle = compiled("v3-bad", here("x86-64-v3"), folder)
+    pipeline = parse_pipeline(bundle.sections["pipeline"])
+    cards = evaluation("v3-bad", bundle, folder)[:20]
+    with native(bundle) as plan:
+        scores = score(answer_cards(plan, pipeline, cards))
+    assert scores.accuracy < 0.5
+    assert scores.mean_answer_tokens > 5
+    assert scores.cut_off_ratio > 0
+
+
+def test_it_makes_the_same_manifest_without_a_cache(folder, tmp_path) -> None:
+    cached = compiled("v1", "x86-64-v3", folder)
+    seen: list[tuple[str, float]] = []
+    options = CompileOptions(
+        "x86-64-v3",
+        "edgecard",
+        "v1",
+        cache_dir=tmp_path / "fresh",
+        progress=lambda stage, share: seen.append((stage, share)),
+    )
+    fresh = compile_model(submission("v1", folder), options)
+    assert fresh.manifest.to_bytes() == cached.manifest.to_bytes()
+    assert parse_manifest(fresh.manifest.to_bytes()) == fresh.manifest
+    assert list(dict.fromkeys(stage for stage, _ in seen)) == list(STAGES)
+    assert [share for _, share in seen] == sorted(share for _, share in seen)
+    again = compile_model(submission("v1", folder), options)
+    assert again.manifest == fresh.manifest
+    assert [row["cached"] for row in again.report["stages"]][:4] == [True] * 4
+    leftovers = list((tmp_path / "fresh").rglob("*.partial"))
+    assert leftovers == []
+    assert list((tmp_path / "fresh" / "scratch").iterdir()) == []
+
+
+def test_it_covers_every_weight_bearing_section_with_planes(folder) -> None:
+    manifest = compiled("v1", "x86-64-v3", folder).manifest
+    kinds = {
+        section.component: {plane.kind for plane in section.planes} for section in manifest.sections
+    }
+    assert kinds["expert.L0.E0"] >= {"codes4", "scales8", "f32"}
+    assert kinds["weights.shared"] >= {"codes4", "scales8", "f32"}
+    assert kinds["plan"] == kinds["kernels"] == kinds["selftest"] == set()
+    assert sum(name.startswith("expert.") for name in kinds) == 64
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_it_compiles_and_runs_an_exported_block(name, tmp_path) -> None:
+    here("x86-64-v3")
+    shutil.copy(EXAMPLES / "moe-exports" / name, tmp_path)
+    component = {
+        "file": name,
+        "inputs": {"x": {"role": "tensor"}},
+        "outputs": {GRAPHS[name]: {"role": "tensor"}},
+    }
+    document = {
+        "schema": "sparsefleet.pipeline/1",
+        "family": "graph",
+        "max_step_tokens": 32,
+        "components": {"model": component},
+    }
+    (tmp_path / "pipeline.json").write_text(json.dumps(document))
+    bundle = compile_model(tmp_path, CompileOptions("x86-64-v3", "block", "1", cache_dir=STORE))
+    assert bundle.manifest.verified_on == "host"
+    assert bundle.report["experts"] == {"L0": 4}
+    session = onnxruntime.InferenceSession(str(tmp_path / name))
+    rows = np.random.default_rng(4).standard_normal((9, 32)).astype(np.float32)
+    (expected,) = session.run(None, {"x": rows[None]})
+    with native(bundle) as plan:
+        raw = plan.run("forward", {"tensor": rows.tobytes()})["tensor"]
+        found = np.frombuffer(raw, np.float32).reshape(9, 32).copy()
+    # random weights: W4 costs about 9 % (21 dB) per matrix, two matrices and the gate
+    error = np.linalg.norm(found - expected[0]) / np.linalg.norm(expected)
+    assert error < 0.25
+
+
+def _compile_broken(monkeypatch, folder: Path, line: str, **changes) -> None:
+    """Compile with a line of C put at the start of the ARGMAX kernel."""
+    signature = "int32_t sf_argmax(sf_context *ctx, const sf_call *c) {"
+
+    def render(target, ops) -> str:
+        source = render_kernels(target, ops)
+        assert signature in source
+        return source.replace(signature, signature + line)
+
+    monkeypatch.setattr("compiler.driver.compile.render_kernels", render)
+    compiled("v1", here("x86-64-v3"), folder)  # vectors are in the cache from here on
+    options = CompileOptions("x86-64-v3", "edgecard", "v1", cache_dir=STORE, **changes)
+    compile_model(submission("v1", folder), options)
+
+
+def test_it_refuses_kernels_that_give_other_bits(folder, monkeypatch) -> None:
+    wrong = "sf_ints(sf_out(c, 0))[0] = 1; if (ctx) return SF_Status_OK;"
+    with pytest.raises(SelfTestError, match="differ"):
+        _compile_broken(monkeypatch, folder, wrong)
+
+
+def test_it_survives_kernels_that_crash(folder, monkeypatch) -> None:
+    with pytest.raises(SelfTestError, match="SIG"):
+        _compile_broken(monkeypatch, folder, "if (ctx) __builtin_trap();")
+
+
+def test_it_stops_kernels_that_hang(folder, monkeypatch) -> None:
+    hang = "for (volatile int i = 1; i && ctx;) {}"
+    with pytest.raises(SelfTestError, match="more than 3 s"):
+        _compile_broken(monkeypatch, folder, hang, selftest_timeout_s=3.0)
+
+
+def test_it_refuses_a_base_that_is_no_bundle(folder) -> None:
+    good = dict(compiled("v1", "x86-64-v3", folder).sections)
+    module, packed = module_of(good)
+    assert base_weights(module, good, None).keys() == packed.keys()
+    for base in (
+        {**good, "plan": good["plan"][:-4]},
+        {**good, "weights.shared": good["weights.shared"][:-64]},
+        {name: data for name, data in good.items() if name != "expert.L1.E3"},
+    ):
+        with pytest.raises(CompilerError, match="base bundle"):
+            base_weights(module, base, None)
+
+
+def test_it_refuses_a_submission_without_calibration(folder, tmp_path) -> None:
+    shutil.copytree(submission("v1", folder), tmp_path / "s")
+    (tmp_path / "s" / "calibration.npz").unlink()
+    with pytest.raises(MalformedModelError, match="calibration"):
+        compile_model(
+            tmp_path / "s", CompileOptions("x86-64-v3", "edgecard", "v1", cache_dir=STORE)
+        )
