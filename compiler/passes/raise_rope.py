@@ -1,17 +1,17 @@
 """Raise rotary position embedding to `mm.rope` on rows.
 
-Before (heads split, x1 and x2 the halves of the last axis, c and s cosine and sine of position *
-frequency):
-    %a = Sub(Mul(%x1, %c), Mul(%x2, %s))
-    %b = Add(Mul(%x2, %c), Mul(%x1, %s))
-    %y = "sp.concat"(%a, %b) <{axis = 3}>
+Before (heads split, x1 and x2 the halves of the last axis of %x; cosine and sine of position *
+frequency computed in the graph):
+    %y = "sp.concat"(Sub(Mul(%x1, %c), Mul(%x2, %s)), Add(Mul(%x2, %c), Mul(%x1, %s)))
+or
+    %y = Add(Mul(%x, %c), Mul("sp.concat"(Neg(%x2), %x1), %s))
 After:
     %r = "mm.rope"(%rows, %positions, %inv_freq) <{heads = 4}>
     %y = the movement that led from the rows to %x, now from %r
 
-How rows became heads, and how the tables were broadcast, is decided on index arrays: every element
-of x1 must meet its partner in x2, and the cosine of its own row and frequency. Left out:
-interleaved pairs, and position products by MatMul.
+How rows became heads, how halves were cut and how tables were broadcast is decided on index arrays:
+every element must meet its partner in the other half of its own head, and the cosine and sine of
+its own row's position times one frequency per column. Left out: interleaved pairs, scaled tables.
 """
 
 from dataclasses import dataclass
@@ -21,28 +21,56 @@ import numpy as np
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Operation, SSAValue
 
-from compiler.analysis.constants import Array
-from compiler.analysis.movement import chain_symbols, trace
+from compiler.analysis.constants import Array, ConstantTable
+from compiler.analysis.movement import Index, chain_symbols, trace
 from compiler.dialects.dims import Binding, witnesses
 from compiler.dialects.mm import RopeOp
 from compiler.dialects.movement import ConcatOp, SliceOp
+from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of, sizes_at, symbols_of
 from compiler.passes.base import PassContext, PassResult
 from compiler.passes.functions import functions, operations, role_of_argument
-from compiler.passes.match import Bind, Env, find, node, onnx
+from compiler.passes.match import Bind, Env, Pattern, find, node, onnx
 from compiler.passes.rewriting import erase_dead, insert_before, rebuild_chain, replace
 
+
+def _orders(a: str, b: str) -> tuple[tuple[Pattern, Pattern], ...]:
+    return ((Bind(a), Bind(b)), (Bind(b), Bind(a)))
+
+
 _FIRST: Final = tuple(
-    node("Sub", node("Mul", Bind(x1), Bind(c)), node("Mul", Bind(x2), Bind(s)))
-    for x1, c in (("x1", "c"), ("c", "x1"))
-    for x2, s in (("x2", "s"), ("s", "x2"))
+    node("Sub", node("Mul", *first), node("Mul", *second))
+    for first in _orders("x1", "c")
+    for second in _orders("x2", "s")
+)
+_WHOLE: Final = tuple(
+    node("Add", node("Mul", *first), node("Mul", *second))
+    for first in _orders("x", "c")
+    for second in _orders("turned", "s")
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Tables:
-    """Where cosine and sine come from: positions (an argument) times constant frequencies."""
+class _Rotation:
+    """A candidate: x is rotated by tables c and s; x1 and x2 are its halves as the graph cuts them.
 
+    Attributes:
+        halved: The tables are as wide as a half, else as the whole head.
+    """
+
+    x: SSAValue
+    x1: SSAValue
+    x2: SSAValue
+    c: SSAValue
+    s: SSAValue
+    halved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """What a candidate turned out to be."""
+
+    rows: SSAValue
     positions: SSAValue
     inv_freq: Array
 
@@ -54,45 +82,46 @@ class RaiseRope:
     name: ClassVar[str] = "raise-rope"
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
-        """Rewrite every matching concatenation."""
-        changed = sum(_raise(op, ctx) for op in operations(module) if isinstance(op, ConcatOp))
+        """Rewrite every rotation that is proven."""
+        changed = sum(_raise(op, ctx) for op in operations(module))
         for func in functions(module):
             erase_dead(func)
         return PassResult(changed)
 
 
-def _raise(op: ConcatOp, ctx: PassContext) -> int:
-    env = _halves(op, ctx)
-    if env is None:
+def _raise(op: Operation, ctx: PassContext) -> int:
+    rotation = _candidate(op, ctx.constants)
+    proof = _prove(rotation, ctx.constants) if rotation is not None else None
+    if rotation is None or proof is None:
         return 0
-    first = env["x1"].owner
-    assert isinstance(first, SliceOp)
-    x = first.x
-    tables = _tables(env, ctx)
-    if tables is None or shape_of(x) != shape_of(op.result):
-        return 0
-    rows = _rows_source(env, tables)
-    if rows is None:
-        return 0
-    heads = shape_of(rows)[-1].constant // (2 * tables.inv_freq.size)
-    frequencies = ctx.constants.add(tables.inv_freq)
-    rope = RopeOp(rows, tables.positions, frequencies.result, heads=heads)
+    heads = shape_of(proof.rows)[-1].constant // (2 * proof.inv_freq.size)
+    frequencies = ctx.constants.add(proof.inv_freq)
+    rope = RopeOp(proof.rows, proof.positions, frequencies.result, heads=heads)
+    ctx.names.inherit(rope, op)
     insert_before(op, frequencies, rope)
-    replace(op, [rebuild_chain(x, {rows: rope.result}, op)])
+    replace(op, [rebuild_chain(rotation.x, {proof.rows: rope.result}, op)])
     return 1
 
 
-def _halves(op: ConcatOp, ctx: PassContext) -> Env | None:
-    """Return x1, x2, c and s of `[x1*c - x2*s, x2*c + x1*s]`, in any order of operands."""
+def _candidate(op: Operation, constants: ConstantTable) -> _Rotation | None:
+    if isinstance(op, ConcatOp):
+        return _by_halves(op, constants)
+    if isinstance(op, OnnxOp) and op.op.data == "Add":
+        return _by_turning(op, constants)
+    return None
+
+
+def _by_halves(op: ConcatOp, constants: ConstantTable) -> _Rotation | None:
+    """Match `[x1*c - x2*s, x2*c + x1*s]`."""
     if len(op.parts) != 2 or op.axis.value.data != len(shape_of(op.result)) - 1:
         return None
     for pattern in _FIRST:
-        env = find(pattern, op.parts[0], ctx.constants)
-        halves = [env[name].owner for name in ("x1", "x2")] if env is not None else []
-        if env is None or not all(isinstance(owner, SliceOp) for owner in halves):
+        env = find(pattern, op.parts[0], constants)
+        first = env["x1"].owner if env is not None else None
+        if env is None or not isinstance(first, SliceOp) or not _is_second(op.parts[1], env):
             continue
-        if _is_second(op.parts[1], env):
-            return env
+        if shape_of(first.x) == shape_of(op.result):
+            return _Rotation(first.x, env["x1"], env["x2"], env["c"], env["s"], halved=True)
     return None
 
 
@@ -107,76 +136,140 @@ def _is_second(value: SSAValue, env: Env) -> bool:
     return pairs in (wanted, wanted[::-1])
 
 
-def _tables(env: Env, ctx: PassContext) -> _Tables | None:
-    cosine, sine = _function_behind(env["c"], "Cos"), _function_behind(env["s"], "Sin")
-    if cosine is None or sine is None or cosine.operands[0] is not sine.operands[0]:
-        return None
-    angle = onnx(cosine.operands[0], "Mul")
-    if angle is None:
-        return None
-    for at in (0, 1):
-        constant = ctx.constants.get(angle.arguments[at])
-        if constant is not None:
-            return _angle(angle.outputs[0], angle.arguments[1 - at], constant)
+def _by_turning(op: OnnxOp, constants: ConstantTable) -> _Rotation | None:
+    """Match `x*c + [-x2, x1]*s`."""
+    for pattern in _WHOLE:
+        env = find(pattern, op.outputs[0], constants)
+        turned = env["turned"].owner if env is not None else None
+        if env is None or not isinstance(turned, ConcatOp) or len(turned.parts) != 2:
+            continue
+        negated = onnx(turned.parts[0], "Neg")
+        last = turned.axis.value.data == len(shape_of(turned.result)) - 1
+        if negated is None or not last or shape_of(env["x"]) != shape_of(op.outputs[0]):
+            continue
+        x1, x2 = turned.parts[1], negated.arguments[0]
+        return _Rotation(env["x"], x1, x2, env["c"], env["s"], halved=False)
     return None
 
 
-def _function_behind(value: SSAValue, kind: str) -> Operation | None:
-    """Return the one Cos or Sin that the movement chain of `value` reads."""
-    leaves = trace(value, witnesses(chain_symbols(value))[0]).leaves
-    return onnx(leaves[0].value, kind) if len(leaves) == 1 else None
-
-
-def _angle(angle: SSAValue, factor: SSAValue, constant: Array) -> _Tables | None:
-    """Check that angle[..., t, j] = position[t] * inv_freq[j]; return both."""
-    inv_freq: Array | None = None
-    positions: SSAValue | None = None
-    for binding in witnesses(symbols_of(angle) | chain_symbols(factor)):
-        sizes = sizes_at(angle, binding)
-        found = trace(factor, binding)
-        if len(found.leaves) != 1:
-            return None
-        positions = found.leaves[0].value
-        tokens, half = int(np.prod(sizes[:-1])), sizes[-1]
-        rows = np.broadcast_to(found.index, sizes).reshape(tokens, half)
-        table = np.broadcast_to(constant, sizes).reshape(tokens, half)
-        expected = np.broadcast_to(np.arange(tokens)[:, None], rows.shape)
-        if not np.array_equal(rows, expected) or (table != table[:1]).any():
-            return None
-        inv_freq = table[0].copy()
-    cast = onnx(positions, "Cast")
-    positions = cast.arguments[0] if cast is not None else positions
-    if positions is None or role_of_argument(positions) != "positions" or inv_freq is None:
-        return None
-    return _Tables(positions, inv_freq)
-
-
-def _rows_source(env: Env, tables: _Tables) -> SSAValue | None:
-    """Return the rows (..., T, H*hd) that x1 and x2 are halves of, or None if they are not."""
-    source: SSAValue | None = None
-    symbols = frozenset[str]().union(*(chain_symbols(env[name]) for name in ("x1", "x2", "c", "s")))
+def _prove(rotation: _Rotation, constants: ConstantTable) -> _Proof | None:
+    symbols = frozenset[str]()
+    for value in (rotation.x, rotation.x1, rotation.x2, rotation.c, rotation.s):
+        symbols |= chain_symbols(value, constants) | symbols_of(value)
+    proof: _Proof | None = None
     for binding in witnesses(symbols):
-        source = _rows_at(env, tables, binding)
-        if source is None:
+        proof = _prove_at(rotation, constants, binding)
+        if proof is None:
             return None
-    return source
+    return proof
 
 
-def _rows_at(env: Env, tables: _Tables, binding: Binding) -> SSAValue | None:
-    half = tables.inv_freq.size
-    first, second = trace(env["x1"], binding), trace(env["x2"], binding)
-    if len(first.leaves) != 1 or len(second.leaves) != 1:
+def _prove_at(rotation: _Rotation, constants: ConstantTable, binding: Binding) -> _Proof | None:
+    x = trace(rotation.x, binding)
+    head_dim = x.index.shape[-1]
+    half = head_dim // 2
+    if len(x.leaves) != 1 or head_dim % 2 or x.leaves[0].sizes[-1] % head_dim:
         return None
-    leaf = first.leaves[0]
-    width = leaf.sizes[-1]
-    if second.leaves[0].value is not leaf.value or width % (2 * half):
+    halves = [_of_leaf(value, x.leaves[0].value, binding) for value in (rotation.x1, rotation.x2)]
+    width = x.leaves[0].sizes[-1]
+    row, column = x.index // width, x.index % width % head_dim
+    whole = np.arange(head_dim)
+    cut = (x.index[..., :half], x.index[..., half:])
+    if not np.array_equal(column, np.broadcast_to(whole, column.shape)):
         return None
-    column = first.index % width % (2 * half)
-    if (column >= half).any() or not np.array_equal(second.index, first.index + half):
+    if any(
+        part is None or not np.array_equal(part, c) for part, c in zip(halves, cut, strict=True)
+    ):
         return None
-    wanted = first.index // width * half + column
-    for name in ("c", "s"):
-        table = np.broadcast_to(trace(env[name], binding).index, first.index.shape)
-        if not np.array_equal(table, wanted):
-            return None
-    return leaf.value
+    tables = [
+        _table(value, kind, rotation, constants, binding)
+        for value, kind in ((rotation.c, "Cos"), (rotation.s, "Sin"))
+    ]
+    proofs = [_frequencies(table, row, column % half, half) for table in tables if table]
+    if len(proofs) != 2 or proofs[0] is None or proofs[1] is None:
+        return None
+    (cos_positions, cos_freq), (sin_positions, sin_freq) = proofs[0], proofs[1]
+    if cos_positions is not sin_positions or not np.array_equal(cos_freq, sin_freq):
+        return None
+    return _Proof(x.leaves[0].value, cos_positions, cos_freq)
+
+
+def _of_leaf(value: SSAValue, leaf: SSAValue, binding: Binding) -> Index | None:
+    found = trace(value, binding)
+    return found.index if [entry.value for entry in found.leaves] == [leaf] else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """For each element of x: which position its angle reads, and its frequency."""
+
+    positions: SSAValue
+    position: Index
+    frequency: Array
+
+
+def _table(
+    value: SSAValue, kind: str, rotation: _Rotation, constants: ConstantTable, binding: Binding
+) -> _Table | None:
+    """Follow a table through broadcasting, the function, movement, and the product before it."""
+    sizes = sizes_at(rotation.x, binding)
+    found = trace(value, binding, constants)
+    function = onnx(found.leaves[0].value, kind) if len(found.leaves) == 1 else None
+    if function is None or found.uniform_factor() != 1.0:
+        return None
+    angle = trace(function.arguments[0], binding)
+    product = (
+        _product(angle.leaves[0].value, constants, binding) if angle.leaves[1:] == [] else None
+    )
+    if product is None:
+        return None
+    positions, position, frequency = product
+    sizes = (*sizes[:-1], sizes[-1] // 2) if rotation.halved else sizes
+    if found.index.ndim > len(sizes):
+        return None
+    element = angle.index.reshape(-1)[np.broadcast_to(found.index, sizes)]
+    if rotation.halved:
+        element = np.concatenate([element, element], axis=-1)
+    return _Table(positions, position.reshape(-1)[element], frequency.reshape(-1)[element])
+
+
+def _product(
+    value: SSAValue, constants: ConstantTable, binding: Binding
+) -> tuple[SSAValue, Index, Array] | None:
+    """Return (positions, index of position, frequency) of each element of an angle."""
+    op = onnx(value, "Mul") or onnx(value, "MatMul")
+    if op is None:
+        return None
+    if op.op.data == "MatMul" and shape_of(op.arguments[0])[-1].constant != 1:
+        return None
+    for at in (0, 1):
+        constant = constants.get(op.arguments[at])
+        found = trace(op.arguments[1 - at], binding)
+        positions = _positions(found.leaves[0].value) if len(found.leaves) == 1 else None
+        if constant is None or positions is None:
+            continue
+        sizes = sizes_at(value, binding)
+        return (
+            positions,
+            np.broadcast_to(found.index, sizes),
+            np.broadcast_to(constant, sizes),
+        )
+    return None
+
+
+def _positions(value: SSAValue) -> SSAValue | None:
+    cast = onnx(value, "Cast")
+    source = cast.arguments[0] if cast is not None else value
+    return source if role_of_argument(source) == "positions" else None
+
+
+def _frequencies(
+    table: _Table, row: Index, column: Index, half: int
+) -> tuple[SSAValue, Array] | None:
+    """Return positions and frequencies if the table is position[row] * inv_freq[column]."""
+    inv_freq = np.zeros(half, table.frequency.dtype)
+    inv_freq[column] = table.frequency
+    same = np.array_equal(table.frequency, inv_freq[column])
+    if not same or not np.array_equal(table.position, row):
+        return None
+    return table.positions, inv_freq

@@ -33,7 +33,9 @@ class TinyShape:
         merge_perm: How attention heads are merged; (0, 2, 1, 3) is right.
         swap_present: Return the cache of layer 0 as layer 1 and the other way round.
         swap_halves: Rotate with the halves exchanged (another rotation, not RoPE).
-        mask_twice: Add the mask to the values' side as well.
+        mask_scale: Multiply the mask by this first.
+        rope: How the rotation is written: by `halves`, by a `turned` copy, or turned with angles
+            from a `matmul`.
     """
 
     side: int = 8
@@ -48,6 +50,7 @@ class TinyShape:
     swap_present: bool = False
     swap_halves: bool = False
     mask_scale: float | None = None
+    rope: str = "halves"
 
     @property
     def head_dim(self) -> int:
@@ -108,9 +111,16 @@ def tiny_embed(shape: TinyShape = TinyShape()) -> onnx.ModelProto:
 
 def rope_tables(b: GraphBuilder, shape: TinyShape) -> tuple[str, str]:
     half = shape.head_dim // 2
-    frequencies = b.const(100.0 ** -(np.arange(half) / half))
-    positions = b.op("Unsqueeze", b.op("Cast", "pos", to=1), b.ints(2))
-    angle = b.op("Mul", positions, frequencies)
+    frequencies = 100.0 ** -(np.arange(half) / half)
+    positions = b.op("Cast", "pos", to=1)
+    if shape.rope == "matmul":
+        row = b.op("Unsqueeze", positions, b.ints(1))
+        product = b.op("MatMul", b.const(frequencies.reshape(1, half, 1)), row)
+        angle = b.op("Transpose", product, perm=[0, 2, 1])
+    else:
+        angle = b.op("Mul", b.op("Unsqueeze", positions, b.ints(2)), b.const(frequencies))
+    if shape.rope != "halves":
+        angle = b.op("Concat", angle, angle, axis=-1)
     one = b.ints(1)
     return b.op("Unsqueeze", b.op("Cos", angle), one), b.op("Unsqueeze", b.op("Sin", angle), one)
 
@@ -122,6 +132,9 @@ def rotate(b: GraphBuilder, x: str, tables: tuple[str, str], shape: TinyShape) -
     if shape.swap_halves:
         first, second = second, first
     c, s = tables
+    if shape.rope != "halves":
+        turned = b.op("Concat", b.op("Neg", second), first, axis=-1)
+        return b.op("Add", b.op("Mul", x, c), b.op("Mul", turned, s))
     left = b.op("Sub", b.op("Mul", first, c), b.op("Mul", second, s))
     right = b.op("Add", b.op("Mul", second, c), b.op("Mul", first, s))
     return b.op("Concat", left, right, axis=-1)

@@ -75,8 +75,9 @@ def test_it_shares_weights_between_programs(module: Module) -> None:
     assert not any(section.startswith("expert.L1") for section in sections)
 
 
-def test_it_answers_as_onnx_runtime_does(tiny: Path, module: Module) -> None:
-    simulator, reference = Simulator(module, mode="f64"), OnnxAnswers(tiny, tiny_document())
+def check_answers(directory: Path, module: Module) -> None:
+    """Compare an image and three steps with ONNX Runtime."""
+    simulator, reference = Simulator(module, mode="f64"), OnnxAnswers(directory, tiny_document())
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8)).astype(np.uint8)
     seen = simulator.run_arrays("see", {"image": pixels.reshape(1, -1)})
     tokens, kept = reference.see(pixels)
@@ -94,6 +95,18 @@ def test_it_answers_as_onnx_runtime_does(tiny: Path, module: Module) -> None:
         assert found["token"][0, 0] == logits.argmax()
         assert found["routing"].reshape(experts.shape).tolist() == experts.tolist()
         position += len(ids)
+
+
+def test_it_answers_as_onnx_runtime_does(tiny: Path, module: Module) -> None:
+    check_answers(tiny, module)
+
+
+@pytest.mark.parametrize("rope", ["turned", "matmul"])
+def test_it_knows_other_spellings_of_the_rotation(tmp_path: Path, rope: str) -> None:
+    directory = write_tiny(tmp_path, rope=rope)
+    other = lowered(directory).module
+    assert count(other, "step", Op.ROPE) == 4
+    check_answers(directory, other)
 
 
 @pytest.mark.parametrize("seed", [11, 12])
@@ -123,6 +136,11 @@ def assert_same(a: Module, b: Module) -> None:
         ({"merge_perm": (0, 1, 2, 3)}, UnsupportedOperatorError, "number of columns"),
         ({"swap_present": True}, MalformedModelError, "present_key is not its past"),
         ({"swap_halves": True}, MalformedModelError, "attention over the cache"),
+        (
+            {"swap_halves": True, "rope": "turned"},
+            MalformedModelError,
+            "attention over the cache",
+        ),
         ({"mask_scale": 2.0}, MalformedModelError, "attention over the cache"),
     ],
 )
