@@ -33,7 +33,7 @@ from device_agent.update.context import UpdateContext
 from device_agent.update.fetch import Fetcher
 from device_agent.update.install import InstallSteps
 from device_agent.update.loop import Poller, UpdateLoop
-from device_agent.update.probation import Probation
+from device_agent.update.probation import STUCK_TIMEOUTS, Probation
 from device_agent.update.switch import SwitchSteps, slot_fact
 from device_agent.update.verify import TrustFolder, Verifier
 
@@ -71,7 +71,7 @@ class Agent:
         self.key = DeviceKey.load_or_make(disk, folder / "identity")
         self.api = DeviceApi(self.http, self.key, clock)
         self.engine = self.ports.engine(self.store, config)
-        self.host = SessionHost()
+        self.host = SessionHost(STUCK_TIMEOUTS * config.answer_timeout_s)
         self.counters = Counters()
         self.spool = Spool(disk, folder / "spool", config.max_spool_batches)
         self.uploader = Uploader(self.counters, self.spool, self.api.telemetry)

@@ -19,11 +19,11 @@ from device_agent.machine import describe
 from device_agent.runtime.evaluation import QuestionSource, load_evaluation
 from device_agent.status import write_live
 from device_agent.update.loop import UpdateLoop
+from device_agent.update.probation import STUCK_TIMEOUTS
 from device_agent.workload import AnswerLoop
 
 log = logging.getLogger("device_agent")
 
-STUCK_TIMEOUTS: Final = 3.0
 ERROR_WAIT_S: Final = 5.0
 JOIN_S: Final = 5.0
 SUPERVISE_S: Final = 0.5
@@ -57,7 +57,7 @@ class AgentService:
     def __init__(self, agent: Agent, stop: threading.Event) -> None:
         self._agent = agent
         self._stop = stop
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[str, threading.Thread] = {}
         self._source: QuestionSource | None = None
         self._answers: AnswerLoop | None = None
 
@@ -80,8 +80,9 @@ class AgentService:
 
     def join(self) -> None:
         """Wait for the threads to end after `stop` was set, then close the agent."""
-        for thread in self._threads:
-            thread.join(JOIN_S)
+        end = self._agent.ports.clock.monotonic() + JOIN_S
+        for thread in self._threads.values():
+            thread.join(max(0.0, end - self._agent.ports.clock.monotonic()))
         self._agent.close()
 
     def supervise(self) -> None:
@@ -154,5 +155,5 @@ class AgentService:
 
         label = f"{self._agent.config.display_name}-{name}"
         thread = threading.Thread(target=body, name=label, daemon=True)
-        self._threads.append(thread)
+        self._threads[name] = thread  # in place of one that hangs
         thread.start()

@@ -22,6 +22,7 @@ OUTCOMES = {
     "error": Outcome.ERROR,
     "cut_off": Outcome.CUT_OFF,
     "timeout": Outcome.TIMEOUT,
+    "hang": Outcome.TIMEOUT,
 }
 
 

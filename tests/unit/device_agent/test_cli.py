@@ -1,0 +1,111 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from device_agent.cli import main
+from tests.simulators.bundles import ToyBundle
+from tests.simulators.device import Device
+from tests.simulators.release_server import ReleaseServer
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("device_agent.cli.set_up_log", lambda verbose: None)
+
+
+def options(server: ReleaseServer, folder: Path) -> list[str]:
+    return [
+        *("--server-url", server.url, "--state-dir", str(folder)),
+        *("--serial", "cli", "--claim", "sfc_1_x", "--model", "toy"),
+    ]
+
+
+def test_it_enrols_and_says_what_it_is(
+    server: ReleaseServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["enrol", *options(server, tmp_path)]) == 0
+    device_id, state = capsys.readouterr().out.split()
+    assert device_id in server.keys
+    assert state == "accepted"
+    assert main(["status", "--json", "--state-dir", str(tmp_path)]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert status["enrolled"]
+    assert status["device_id"] == device_id
+    assert status["running"] is None
+
+
+def test_it_says_what_runs_and_what_happened(
+    start: Callable[..., Device], v1: ToyBundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = start()
+    device.install(v1)
+    assert main(["status", "--state-dir", str(device.agent.config.state_dir)]) == 0
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["running.version"] == "1"
+    assert lines["update.outcome"] == "succeeded"
+    assert lines["floors.assignment_seq"] == "1"
+    assert lines["on_trial"] == "False"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "hint"),
+    [
+        (["enrol", "--serial", "x", "--server-url", "http://127.0.0.1:9"], "agent.network", ""),
+        (["enrol", "--server-url", "nonsense"], "agent.configuration", "for example https"),
+        (["status", "--config", "nowhere.toml"], "agent.configuration", ""),
+        (["ask", "hello"], "agent.no_bundle", "until it has one"),
+        (["ask", "--card", "1"], "agent.configuration", ""),
+        (["farm", "--count", "0", "--serial", "x"], "agent.configuration", ""),
+    ],
+)
+def test_it_says_what_went_wrong_and_what_to_do(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    error: str,
+    hint: str,
+) -> None:
+    assert main([*arguments, "--state-dir", str(tmp_path / "state")]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert f"[{error}]" in output.err
+    assert hint in output.err
+    assert "Traceback" not in output.err
+
+
+def test_it_refuses_a_folder_that_is_in_use(
+    start: Callable[..., Device],
+    server: ReleaseServer,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    device = start()
+    assert main(["enrol", *options(server, device.agent.config.state_dir)]) == 1
+    assert "agent.state_busy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["enrol"], ["run"], ["status"], ["ask"], ["farm"]])
+def test_it_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leave:
+        main([*command, "--help"])
+    assert leave.value.code == 0
+    assert "usage: python -m device_agent" in capsys.readouterr().out
+
+
+def test_it_is_a_program(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "device_agent", "status", "--state-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "enrolled: False" in done.stdout
+    assert done.stderr == ""
