@@ -7,7 +7,7 @@ from celery import shared_task
 from django.conf import settings
 
 from builds.common.enqueue import Task
-from builds.compile_runner.slot import build_in_slot, delta_in_slot
+from builds.compile_runner.slot import build_in_slot, check_in_slot, delta_in_slot
 from builds.services.upkeep import everything_due
 
 # The runner stops the compiler itself; this only ends a runner that hangs. Messages of work that
@@ -23,6 +23,8 @@ def tick() -> None:
         build_in_slot(due.build_id)
     if due.delta_id is not None:
         delta_in_slot(due.delta_id)
+    if due.check_id is not None:
+        check_in_slot(due.check_id)
 
 
 @shared_task(name=Task.BUILD_RUN.value, time_limit=TIME_LIMIT_S)
@@ -35,3 +37,9 @@ def build_run(job_id: int) -> None:
 def delta_build(delta_id: int) -> None:
     """Make one delta, if nobody else does and this worker is free."""
     delta_in_slot(delta_id)
+
+
+@shared_task(name=Task.VERSION_CHECK.value, time_limit=TIME_LIMIT_S)
+def version_check(check_id: int) -> None:
+    """Take a first look at one version, if nobody else does and this worker is free."""
+    check_in_slot(check_id)

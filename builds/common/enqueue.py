@@ -22,6 +22,7 @@ class Task(StrEnum):
     BUILDS_TICK = "builds.tick"
     BUILD_RUN = "builds.build_run"
     DELTA_BUILD = "builds.delta_build"
+    VERSION_CHECK = "builds.version_check"
     FLEET_TICK = "fleet.tick"
     ROLLOUT_LOOK = "fleet.rollout_look"
 

@@ -73,6 +73,14 @@ def _compile(job: Mapping[str, Any], say: Say) -> None:
     write_bundle(compile_model(Path(job["submission"]), options), Path(job["out"]))
 
 
+def _check(job: Mapping[str, Any], say: Say) -> None:
+    from compiler.driver.lowering import lower_submission
+    from compiler.driver.stages import StageClock
+
+    clock = StageClock(lambda stage, fraction: say(Progress(stage, fraction)))
+    lower_submission(Path(job["submission"]), clock)
+
+
 def _base(
     manifest: ReleaseManifest, sections: Mapping[str, bytes]
 ) -> tuple[dict[str, bytes], dict[str, tuple[Plane, ...]]]:
@@ -125,6 +133,7 @@ def _planes(manifest: ReleaseManifest) -> dict[str, tuple[Plane, ...]]:
 _JOBS: Final[Mapping[str, Callable[[Mapping[str, Any], Say], None]]] = {
     "compile": _compile,
     "delta": _delta,
+    "check": _check,
 }
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from builds.models.jobs import (
     Delta,
     DeltaTransition,
     LeasedModel,
+    VersionCheck,
 )
 from builds.models.metadata import MetadataFile, Repository
 from builds.models.versions import Blob, Model, ModelVersion, Target, VersionTransition
@@ -34,5 +35,6 @@ __all__ = [
     "ModelVersion",
     "Repository",
     "Target",
+    "VersionCheck",
     "VersionTransition",
 ]

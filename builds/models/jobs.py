@@ -29,6 +29,15 @@ class LeasedModel(models.Model):
         abstract = True
 
 
+class VersionCheck(LeasedModel):
+    """A version that waits for its first look, because no target is active; gone when done."""
+
+    version = models.OneToOneField(ModelVersion, on_delete=models.CASCADE, related_name="check_row")
+
+    def __str__(self) -> str:
+        return f"check {self.pk}"
+
+
 class BuildJob(LeasedModel):
     """One version compiled for one target.
 

@@ -9,6 +9,7 @@ from builds.errors import SigningKeysError
 from builds.services.deltas import delta_leases_expire, deltas_ring
 from builds.services.leases import jobs_ring, leases_expire
 from builds.services.signing import metadata_refresh
+from builds.services.version_checks import checks_ring
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +20,7 @@ class Overdue:
 
     build_id: int | None
     delta_id: int | None
+    check_id: int | None
 
 
 def everything_due(*, clock: Clock | None = None) -> Overdue:
@@ -35,5 +37,12 @@ def everything_due(*, clock: Clock | None = None) -> Overdue:
         if renewed:
             logger.info("signed again: %s", ", ".join(renewed))
     keys_forget()
-    builds, deltas = jobs_ring(clock=clock), deltas_ring(clock=clock)
-    return Overdue(build_id=builds[0] if builds else None, delta_id=deltas[0] if deltas else None)
+    return Overdue(
+        build_id=_first(jobs_ring(clock=clock)),
+        delta_id=_first(deltas_ring(clock=clock)),
+        check_id=_first(checks_ring(clock=clock)),
+    )
+
+
+def _first(ids: list[int]) -> int | None:
+    return ids[0] if ids else None

@@ -13,6 +13,7 @@ from builds.errors import BlobMissingError, VersionConflictError
 from builds.models import Blob, Model, ModelVersion, Target
 from builds.pipeline import FileRef, Submission, require_name, require_pipeline, require_submission
 from builds.services.jobs import jobs_create
+from builds.services.version_checks import check_create
 from builds.storage import blob_store
 from compiler.contract.canonical import canonical_bytes, sha256_hex
 
@@ -94,7 +95,9 @@ def _insert(
         submission_sha256=digest,
         submitted_by=actor.name,
     )
-    jobs_create(version=version, targets=list(Target.objects.filter(active=True)))
+    jobs = jobs_create(version=version, targets=list(Target.objects.filter(active=True)))
+    if not jobs:
+        check_create(version=version)
     audit(
         actor=actor.name,
         action="version.submit",

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from onnx import TensorProto, helper
 
+from builds.compile_runner.checks import check_run_one
 from builds.compile_runner.run import build_run_one
 from builds.models import BuildJob, Bundle, ModelVersion
 from builds.services.signing import keys_generate, repositories_init
+from builds.services.version_checks import check_create
 from builds.states import VersionState
 from tests.factories.builds import make_files, make_job, make_model, make_target, make_version
 
@@ -101,6 +103,19 @@ def test_it_says_what_is_wrong_with_a_submission(model: Any, code: str, words: l
     assert (job.state, job.version.state) == ("failed_user", "invalid")
     if words:
         assert "supported" in f"{job.error_message} {job.error_hint}".lower()
+
+
+@pytest.mark.parametrize(
+    ("size", "state", "code"),
+    [(None, "validated", ""), (20_000, "invalid", "build.user.malformed_model")],
+)
+def test_it_reads_a_version_without_building_it(size: int | None, state: str, code: str) -> None:
+    version = make_version(state=VersionState.SUBMITTED)
+    version.files = make_files(model__onnx=REAL.read_bytes()[:size], pipeline__json=pipeline())
+    version.save()
+    check_run_one(check_create(version=version).pk)
+    version.refresh_from_db()
+    assert (version.state, version.error_code) == (state, code)
 
 
 def test_it_names_an_output_that_the_model_does_not_have() -> None:

@@ -1,16 +1,24 @@
 """The runner with a real child process that misbehaves on order; every fault ends on the row."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from builds.compile_runner import slot
+from builds.compile_runner.checks import check_run_one
 from builds.compile_runner.run import build_run_one
-from builds.models import Bundle, BundleSection, ModelVersion
+from builds.errors import CompileFailure, LeaseLostError
+from builds.models import Bundle, BundleSection, ModelVersion, VersionCheck
 from builds.services.signing import keys_generate, repositories_init
 from builds.services.upkeep import everything_due
+from builds.services.version_checks import (
+    check_accept,
+    check_create,
+    check_fail,
+    check_lease_next,
+)
 from builds.states import VersionState
 from builds.storage import blob_store
 from compiler.contract.manifest import parse_manifest
@@ -18,6 +26,7 @@ from tests.conftest import FakeClock
 from tests.factories.builds import make_files, make_job, make_model, make_target, make_version
 
 pytestmark = pytest.mark.django_db
+FAULT = CompileFailure("crashed", failure_code="build.app.crash", can_retry=True)
 
 
 @pytest.fixture(autouse=True)
@@ -175,6 +184,63 @@ def test_it_does_everything_by_the_tick_when_every_message_is_lost(clock: FakeCl
     assert Bundle.objects.count() == 3
 
 
-def test_it_writes_reports_that_are_json(settings: Any) -> None:
-    job = run(b"ok")
-    assert json.loads(json.dumps(job.report))["kind"] == "simulated"
+def checked(script: bytes) -> tuple[ModelVersion, VersionCheck]:
+    version = submitted(script)
+    check = check_create(version=version)
+    assert check_run_one(check.pk) == check
+    version.refresh_from_db()
+    return version, check
+
+
+@pytest.mark.parametrize(
+    ("script", "state", "code", "is_waiting"),
+    [
+        (b"ok", "validated", "", False),
+        (b"user", "invalid", "build.user.unsupported_op", False),
+        (b"retry", "submitted", "", True),
+        (b"app", "submitted", "build.app.toolchain", False),
+    ],
+)
+def test_it_looks_at_a_version_that_no_target_is_active_for(
+    script: bytes, state: str, code: str, is_waiting: bool
+) -> None:
+    version, check = checked(script)
+    assert (version.state, version.error_code) == (state, code)
+    assert VersionCheck.objects.filter(pk=check.pk).exists() is is_waiting
+    assert check_run_one(check.pk) is None
+
+
+def test_it_looks_again_after_a_fault_of_ours_and_after_a_silent_worker(clock: FakeClock) -> None:
+    version, check = checked(b"retry")
+    clock.advance(6)
+    leased = check_lease_next(owner="w1", clock=clock)
+    assert leased == check
+    assert check_lease_next(owner="w2", clock=clock) is None
+    clock.advance(121)
+    again = check_lease_next(owner="w2", clock=clock)
+    assert again is not None
+    assert again.attempt == 3
+    with pytest.raises(LeaseLostError):
+        check_accept(check=leased, owner="w1")
+    check_fail(check=again, owner="w2", failure=FAULT, clock=clock)
+    version.refresh_from_db()
+    assert (version.state, version.error_code) == ("submitted", "build.app.crash")
+    assert not VersionCheck.objects.exists()
+
+
+def test_it_looks_by_the_tick_when_messages_are_lost(clock: FakeClock) -> None:
+    check = check_create(version=submitted(b"ok"))
+    assert everything_due(clock=clock).check_id is None
+    clock.advance(16)
+    assert everything_due(clock=clock).check_id == check.pk
+
+
+def test_it_runs_one_heavy_child_at_a_time_and_rings_for_the_next(clock: FakeClock) -> None:
+    first, second = make_job(submitted(b"ok")), make_job(submitted(b"ok"))
+    with slot._slot:
+        assert slot.build_in_slot(first.pk) is False
+    assert slot.build_in_slot(first.pk) is True
+    for job in (first, second):
+        job.refresh_from_db()
+    assert (first.state, second.state) == ("ready", "queued")
+    assert second.rung_at is not None

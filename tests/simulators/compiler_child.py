@@ -81,6 +81,8 @@ def main() -> int:
     if word in {"app", "retry"}:
         say(Failure("build.app.toolchain", "cc crashed", "", word == "retry"))
         return EXIT_REPORTED
+    if job["do"] == "check":
+        return 0
     if word == "noise":
         print('{"event": "progress"}\n{}\nnull\n"x"\n' + "y" * 100_000, flush=True)
         sys.stdout.buffer.write(b"\xff\xfe\x00binary\n")

@@ -9,7 +9,7 @@ from django.test import Client
 
 from builds.common.auth import token_create
 from builds.common.roles import Role
-from builds.models import AuditEvent, Blob, BuildJob, ModelVersion
+from builds.models import AuditEvent, Blob, BuildJob, ModelVersion, VersionCheck
 from builds.states import VersionState
 from builds.storage import blob_store
 from tests.factories.builds import PIPELINE, make_model, make_target, make_version
@@ -137,6 +137,14 @@ def test_it_takes_a_version_in_and_queues_a_build_per_active_target(
     assert (body["state"], body["release_seq"], body["error"]) == ("submitted", 1, None)
     assert len(body["builds"]) == 2
     assert AuditEvent.objects.filter(action="version.submit").count() == 1
+
+
+def test_it_queues_a_first_look_when_no_target_is_active(
+    ci: Api, submission: dict[str, object]
+) -> None:
+    body = ci.post("/models/doc-reader/versions", submission).json()
+    assert (body["state"], body["builds"]) == ("submitted", [])
+    assert VersionCheck.objects.get().version.version == "1.0.0"
 
 
 def test_it_returns_the_same_version_for_a_repeated_submission(

@@ -1,0 +1,142 @@
+"""Roles, tokens, sessions, the first users, and the audit chain."""
+
+import json
+from collections.abc import Callable
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.contrib.auth import authenticate
+from django.core.management import CommandError, call_command
+from django.test import Client
+
+from builds.common.audit import audit, first_broken_line
+from builds.common.auth import Actor, require, token_actor, token_create, user_actor
+from builds.common.errors import ForbiddenError
+from builds.common.roles import ROLE_PERMISSIONS, Permission, Role, roles_with
+from builds.models import ApiToken, AuditEvent, Membership
+from tests.factories.builds import make_model, make_user
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("permission", list(Permission))
+def test_it_lets_a_role_do_exactly_what_the_table_says(role: Role, permission: Permission) -> None:
+    actor = Actor("a", role)
+    if permission in ROLE_PERMISSIONS[role]:
+        require(actor, permission)
+        return
+    with pytest.raises(ForbiddenError) as error:
+        require(actor, permission)
+    assert all(other.value in error.value.hint for other in roles_with(permission))
+
+
+def test_it_keeps_releasing_and_approving_apart() -> None:
+    manager, approver = ROLE_PERMISSIONS[Role.RELEASE_MANAGER], ROLE_PERMISSIONS[Role.APPROVER]
+    assert Permission.ROLLOUT_APPROVE not in manager
+    assert Permission.ROLLOUT_EDIT not in approver
+    assert Permission.ROLLOUT_HALT in manager & approver
+    assert not Actor("stranger", None).may(Permission.VIEW)
+
+
+def test_it_knows_a_token_until_it_is_revoked() -> None:
+    token, text = token_create(name="ci", role=Role.DEVELOPER)
+    secret = text.split("_", 2)[2]
+    assert secret not in token.secret_sha256
+    assert token_actor(text) == Actor(f"token:{token.pk}", Role.DEVELOPER)
+    token.refresh_from_db()
+    assert token.last_used_at is not None
+    assert token_actor(text[:-1]) is None
+    token.revoked_at = token.last_used_at
+    token.save()
+    assert token_actor(text) is None
+
+
+def test_it_takes_the_role_of_a_session_from_the_membership() -> None:
+    user = make_user(Role.VIEWER)
+    assert user_actor(user) == Actor(user.username, Role.VIEWER)
+    Membership.objects.all().delete()
+    assert user_actor(user).role is None
+    user.is_active = False
+    assert user_actor(user).name == "anonymous"
+
+
+def test_it_needs_the_csrf_token_of_a_browser() -> None:
+    user = make_user(Role.RELEASE_MANAGER)
+    client = Client(enforce_csrf_checks=True)
+    client.force_login(user)
+    assert client.get("/api/v1/models").status_code == 200
+    answer = client.post("/api/v1/models", "{}", content_type="application/json")
+    assert answer.status_code == 403
+
+
+def test_it_makes_the_first_users_once() -> None:
+    first, again, reset = StringIO(), StringIO(), StringIO()
+    for stream, options in ((first, []), (again, []), (reset, ["--reset"])):
+        run(stream, "--json", *options)
+    made = json.loads(first.getvalue())
+    assert [user["role"] for user in made["users"]] == ["admin", "release_manager", "viewer"]
+    assert {user["password"] for user in json.loads(again.getvalue())["users"]} == {None}
+    renewed = json.loads(reset.getvalue())
+    admin = renewed["users"][0]
+    assert authenticate(username="admin", password=admin["password"]) is not None
+    assert token_actor(made["ci_token"]) is None
+    actor = token_actor(renewed["ci_token"])
+    assert actor is not None
+    assert actor.role is Role.DEVELOPER
+    assert ApiToken.objects.filter(revoked_at=None).count() == 1
+
+
+def test_it_takes_a_password_that_was_asked_for() -> None:
+    run(StringIO(), "--password", "viewer=open sesame")
+    assert authenticate(username="viewer", password="open sesame") is not None
+    with pytest.raises(CommandError, match="USER"):
+        run(StringIO(), "--password", "nobody=x")
+
+
+def run(stream: StringIO, *options: str) -> None:
+    import contextlib
+
+    with contextlib.redirect_stdout(stream):
+        call_command("bootstrap_access", *options)
+
+
+def write_three() -> list[AuditEvent]:
+    model = make_model()
+    return [audit(actor="a", action=f"x.{n}", obj=model, number=n) for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda row: AuditEvent.objects.filter(pk=row.pk).update(actor="b"),
+        lambda row: AuditEvent.objects.filter(pk=row.pk).update(detail={"number": 9}),
+        lambda row: AuditEvent.objects.filter(pk=row.pk).update(sha256="0" * 64),
+        lambda row: AuditEvent.objects.filter(pk=row.pk).delete(),
+    ],
+    ids=["actor", "detail", "digest", "removed"],
+)
+def test_it_notices_a_changed_audit_line(damage: Callable[[AuditEvent], Any]) -> None:
+    rows = write_three()
+    assert first_broken_line(AuditEvent.objects.all()) is None
+    damage(rows[1])
+    broken = first_broken_line(AuditEvent.objects.all())
+    assert broken is not None
+    assert broken.pk in {rows[1].pk, rows[2].pk}
+
+
+def test_it_refuses_to_change_or_remove_an_audit_line() -> None:
+    row = write_three()[0]
+    with pytest.raises(TypeError, match="append-only"):
+        row.save()
+    with pytest.raises(TypeError, match="append-only"):
+        row.delete()
+
+
+def test_it_checks_the_audit_chain_on_the_command_line() -> None:
+    rows = write_three()
+    call_command("audit_verify")
+    AuditEvent.objects.filter(pk=rows[2].pk).update(action="y")
+    with pytest.raises(CommandError, match=str(rows[2].pk)):
+        call_command("audit_verify")
