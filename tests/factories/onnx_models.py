@@ -41,6 +41,7 @@ class TinyShape:
     side: int = 8
     width: int = 16
     heads: int = 2
+    kv_heads: int = 2
     layers: int = 2
     keep: int = 6
     vocabulary: int = 12
@@ -81,9 +82,18 @@ def tiny_vision(shape: TinyShape = TinyShape()) -> onnx.ModelProto:
     return _typed(model, {"tokens": "float32", "kept": "int64"})
 
 
-def split_heads(b: GraphBuilder, x: str, shape: TinyShape) -> str:
-    split = b.op("Reshape", x, b.ints(1, -1, shape.heads, shape.head_dim))
+def split_heads(b: GraphBuilder, x: str, shape: TinyShape, heads: int | None = None) -> str:
+    split = b.op("Reshape", x, b.ints(1, -1, heads or shape.heads, shape.head_dim))
     return b.op("Transpose", split, perm=[0, 2, 1, 3])
+
+
+def repeat_heads(b: GraphBuilder, x: str, shape: TinyShape) -> str:
+    """Give every query head its own copy of a shared key head: 0, 0, 1, 1, ..."""
+    copies = shape.heads // shape.kv_heads
+    if copies == 1:
+        return x
+    grown = b.op("Expand", b.op("Unsqueeze", x, b.ints(2)), b.ints(1, 1, copies, 1, 1))
+    return b.op("Reshape", grown, b.ints(1, shape.heads, -1, shape.head_dim))
 
 
 def merge_heads(b: GraphBuilder, x: str, shape: TinyShape) -> str:
@@ -156,13 +166,17 @@ def tiny_decoder(shape: TinyShape = TinyShape()) -> onnx.ModelProto:
     keys, values, chosen = [], [], []
     for layer in range(shape.layers):
         h = rms(b, x, shape)
-        q, k, v = (split_heads(b, linear(b, h, width, width, bias=False), shape) for _ in range(3))
+        q, k, v = (
+            split_heads(b, linear(b, h, width, n * shape.head_dim, bias=False), shape, n)
+            for n in (shape.heads, shape.kv_heads, shape.kv_heads)
+        )
         q, k = rotate(b, q, tables, shape), rotate(b, k, tables, shape)
         at = b.const(layer, "int64")
         k = b.op("Concat", b.op("Gather", "past_k", at, axis=0), k, axis=2)
         v = b.op("Concat", b.op("Gather", "past_v", at, axis=0), v, axis=2)
         keys.append(b.op("Unsqueeze", k, b.ints(0)))
         values.append(b.op("Unsqueeze", v, b.ints(0)))
+        k, v = repeat_heads(b, k, shape), repeat_heads(b, v, shape)
         attended = merge_heads(b, attention(b, q, k, v, shape, mask), shape)
         x = b.op("Add", x, linear(b, attended, width, width, bias=False))
         rows = b.op("Reshape", rms(b, x, shape), b.ints(-1, width))
@@ -184,7 +198,7 @@ def tiny_decoder(shape: TinyShape = TinyShape()) -> onnx.ModelProto:
     if shape.swap_present:
         keys.reverse()
     logits = linear(b, rms(b, x, shape), width, shape.vocabulary, bias=False)
-    past = ("float32", (shape.layers, "n", shape.heads, "p", shape.head_dim))
+    past = ("float32", (shape.layers, "n", shape.kv_heads, "p", shape.head_dim))
     inputs = {
         "x": ("float32", ("n", "s", width)),
         "pos": ("int64", ("n", "s")),
