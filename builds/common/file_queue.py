@@ -29,10 +29,12 @@ GUARD: Final = "tables.lock"
 class Channel(filesystem.Channel):
     """File channel whose files are never seen half written."""
 
-    def _put(self, queue: str, message: Mapping[str, Any], **_kwargs: object) -> None:
+    def _put(  # type: ignore[override]
+        self, queue: str, payload: Mapping[str, Any], **_kwargs: object
+    ) -> None:
         """Put a message; its name orders it."""
         name = f"{time.monotonic_ns():020d}_{uuid.uuid4()}.{queue}.msg"
-        _write(Path(self.data_folder_out) / name, _encoded(message))
+        _write(Path(self.data_folder_out) / name, _encoded(payload))
 
     def _get(self, queue: str, timeout: float | None = None) -> object:  # noqa: ARG002 -- kombu's
         """Take the oldest message of `queue` that no other worker takes first.
