@@ -10,7 +10,6 @@ Losing any entry, or all, costs time and nothing else.
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -85,17 +84,14 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def scratch_directory(cache: StageCache) -> Iterator[Path]:
-    """Yield a private directory that is gone afterwards, beside the cache if there is one."""
-    parent = None
-    if cache.directory is not None:
-        parent = cache.directory / "scratch"
-        parent.mkdir(parents=True, exist_ok=True)
-    path = Path(tempfile.mkdtemp(dir=parent))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+def scratch_directory() -> Iterator[Path]:
+    """Yield a private directory that is gone afterwards.
+
+    It lies in the system's temporary folder: what a killed process leaves there is not ours to
+    clean, and a supervisor can point `TMPDIR` at a folder that it removes itself.
+    """
+    with tempfile.TemporaryDirectory(prefix="sparsefleet-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
 
 
 def _pack(parts: Mapping[str, bytes]) -> bytes:

@@ -163,7 +163,7 @@ class _Compilation:
 
     def _build(self, target: Target, plan: Plan) -> tuple[str, bytes]:
         source = render_kernels(target, plan.ops)
-        with scratch_directory(self.cache) as folder:
+        with scratch_directory() as folder:
             return source, compile_shared(source, target, self._tool_cache(folder))
 
     def _tool_cache(self, scratch: Path) -> Path:
@@ -194,14 +194,14 @@ class _Compilation:
             if host is None:
                 return []
             _, kernels = self._build(host, parse_plan(portable.sections["plan"]))
-        with scratch_directory(self.cache) as folder:
+        with scratch_directory() as folder:
             sections = {**portable.sections, "kernels": kernels}
             return find_hints(folder, sections, self.directory, self.options.selftest_timeout_s)
 
     def check_native(self, sections: Mapping[str, bytes]) -> NativeCheck:
         """Run the shipped code against the vectors: here, under an emulator, or not at all."""
         emulator = emulator_of(self.target)
-        with self.clock.stage("selftest"), scratch_directory(self.cache) as folder:
+        with self.clock.stage("selftest"), scratch_directory() as folder:
             if runs_here(self.target):
                 return check_native(folder, sections, self.options.selftest_timeout_s)
             if emulator is not None:

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from compiler.contract.native import NativePlan
 from compiler.contract.pipeline import parse_pipeline
 from compiler.contract.selftest import parse_selftest, run_selftest
 from compiler.driver.base_grids import base_weights
+from compiler.driver.bundle_files import read_bundle
 from compiler.driver.bundle_simulator import BundleSimulator, module_of
 from compiler.driver.cards import read_cards
 from compiler.driver.compile import compile_model
@@ -27,7 +31,8 @@ from compiler.hardware.targets import find_target
 from tests.factories.bundles import STORE, compiled, submission
 
 TARGETS = ("x86-64-v3", "x86-64-v2", "x86-64-v1")
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 GRAPHS = {
     "exp_qwen3_moe_batched_mm_dynamo.onnx": "view_5",
     "exp_mixtral_batched_mm_dynamo.onnx": "view_7",
@@ -141,7 +146,27 @@ def test_it_makes_the_same_manifest_without_a_cache(folder, tmp_path) -> None:
     assert [row["cached"] for row in again.report["stages"]][:4] == [True] * 4
     leftovers = list((tmp_path / "fresh").rglob("*.partial"))
     assert leftovers == []
-    assert list((tmp_path / "fresh" / "scratch").iterdir()) == []
+
+
+def test_it_compiles_cleanly_after_being_killed_anywhere(folder, tmp_path) -> None:
+    arguments = ["compile", str(submission("v1", folder)), "--target", "x86-64-v3"]
+    arguments += ["--model", "edgecard", "--release", "v1", "--cache", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "compiler", *arguments, "--out", str(tmp_path / "out")]
+    for stage in ("raise", "plan", "kernels", "selftest", "manifest"):
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as child:
+            assert child.stderr is not None
+            for line in child.stderr:
+                if line.split()[-1] == stage:
+                    break
+            child.kill()
+        assert child.returncode == -signal.SIGKILL
+        if (tmp_path / "out" / "manifest.json").exists():  # killed too late, then all is there
+            read_bundle(tmp_path / "out")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "verified on host" in done.stdout
+    manifest, sections = read_bundle(tmp_path / "out")
+    assert manifest == compiled("v1", "x86-64-v3", folder).manifest
+    assert sections == compiled("v1", "x86-64-v3", folder).sections
 
 
 def test_it_covers_every_weight_bearing_section_with_planes(folder) -> None:

@@ -75,11 +75,11 @@ def test_it_keeps_nothing_without_a_directory() -> None:
     assert cache.get("plan", KEY) is None
 
 
-def test_it_removes_scratch_space_even_after_an_error(cache) -> None:
+def test_it_removes_scratch_space_even_after_an_error() -> None:
     seen = []
 
     def use() -> None:
-        with scratch_directory(cache) as path:
+        with scratch_directory() as path:
             (path / "file").write_bytes(b"x")
             seen.append(path)
             raise KeyError

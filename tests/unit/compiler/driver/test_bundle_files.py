@@ -1,0 +1,123 @@
+"""Bundles on disk, the base of grids, and options."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from compiler.contract.canonical import sha256_hex
+from compiler.contract.errors import ContractError, DigestMismatchError
+from compiler.contract.manifest import ReleaseManifest, Requirements, Section
+from compiler.contract.planes import Plane
+from compiler.driver.base_grids import kept_codes
+from compiler.driver.bundle_files import read_bundle, read_report, write_bundle
+from compiler.driver.options import CompiledBundle, CompileOptions
+from compiler.driver.stages import Portable, StageClock
+from compiler.errors import CompilerError
+from compiler.quant.w4 import PackedW4, pack_w4, quantise_w4
+
+SECTIONS = {"plan": b"p" * 10, "weights.shared": b"w" * 64}
+MANIFEST = ReleaseManifest(
+    "m",
+    "1",
+    1,
+    0,
+    "x86-64-v3",
+    1,
+    Requirements(1, 2),
+    "host",
+    tuple(Section(name, len(data), sha256_hex(data)) for name, data in SECTIONS.items()),
+    "ab" * 32,
+)
+BUNDLE = CompiledBundle(MANIFEST, SECTIONS, {"target": "x86-64-v3"}, "ir", "c")
+
+
+def test_it_reads_back_what_it_wrote(tmp_path) -> None:
+    write_bundle(BUNDLE, tmp_path)
+    assert read_bundle(tmp_path) == (MANIFEST, SECTIONS)
+    assert read_report(tmp_path) == {"target": "x86-64-v3"}
+    write_bundle(BUNDLE, tmp_path)
+    assert read_bundle(tmp_path) == (MANIFEST, SECTIONS)
+
+
+def test_it_notices_a_flipped_bit_and_missing_files(tmp_path) -> None:
+    write_bundle(BUNDLE, tmp_path)
+    path = tmp_path / "sections" / "plan"
+    path.write_bytes(b"q" + b"p" * 9)
+    with pytest.raises(DigestMismatchError, match="plan"):
+        read_bundle(tmp_path)
+    path.unlink()
+    with pytest.raises(ContractError, match="no bundle"):
+        read_bundle(tmp_path)
+    (tmp_path / "report.json").write_text("[]")
+    with pytest.raises(ContractError, match="not an object"):
+        read_report(tmp_path)
+
+
+def test_it_leaves_no_manifest_when_writing_stops(tmp_path, monkeypatch) -> None:
+    write_bundle(BUNDLE, tmp_path)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_bundle(BUNDLE, tmp_path)
+    with pytest.raises(ContractError, match="no bundle"):
+        read_bundle(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "a/b"},
+        {"version": ""},
+        {"selftest_vectors": 15},
+        {"release_seq": 0},
+        {"security_epoch": -1},
+    ],
+)
+def test_it_refuses_options_that_cannot_be_released(change) -> None:
+    good = CompileOptions("x86-64-v3", "m", "1")
+    with pytest.raises(CompilerError):
+        dataclasses.replace(good, **change)
+
+
+def _packed(seed: int) -> PackedW4:
+    weight = np.random.default_rng(seed).standard_normal((16, 64)).astype(np.float32)
+    return pack_w4(quantise_w4(weight))
+
+
+def test_it_counts_codes_that_stayed() -> None:
+    one, other = _packed(1), _packed(2)
+    flipped = bytearray(one.codes)
+    flipped[0] ^= 0x10
+    flipped[5] ^= 0x11
+    changed = dataclasses.replace(one, codes=bytes(flipped))
+    kept = kept_codes({0: changed, 1: other, 2: other}, {0: one, 1: other})
+    assert kept.codes == 3 * 1024
+    assert kept.same == 2 * 1024 - 3
+    assert kept_codes({}, {}).ratio == 1.0
+
+
+def test_it_stores_and_restores_what_targets_share() -> None:
+    portable = Portable(
+        {"plan": b"\x00\xff", "weights.shared": b""},
+        {"weights.shared": (Plane("raw", 0, 3), Plane("f32", 3, 4))},
+        "module {}",
+        {"notes": ["é"], "base": None},
+    )
+    assert Portable.from_parts(portable.to_parts()) == portable
+
+
+def test_it_reports_stages_in_order() -> None:
+    seen: list[tuple[str, float]] = []
+    clock = StageClock(lambda stage, share: seen.append((stage, share)))
+    clock.skip("import")
+    with clock.stage("selftest"):
+        pass
+    rows = {row["name"]: row["cached"] for row in clock.rows()}
+    assert seen == [("import", 0.0), ("selftest", 0.7)]
+    assert list(rows) == ["import", "raise", "quantise", "plan", "kernels", "selftest", "manifest"]
+    assert rows["import"] is True
+    assert rows["selftest"] is False
