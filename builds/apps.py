@@ -11,7 +11,9 @@ class BuildsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Keep the rows of the target ladder in step with the code after every migration."""
+        """Register checks; keep the rows of the target ladder in step after every migration."""
+        import builds.checks  # noqa: F401 -- registers by being imported
+
         post_migrate.connect(_seed_targets, sender=self, dispatch_uid="builds.seed_targets")
 
 

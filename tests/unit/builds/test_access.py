@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from django.contrib.auth import authenticate
 from django.core.management import CommandError, call_command
 from django.test import Client
 
+from builds.checks import check_signing_keys
 from builds.common.audit import audit, first_broken_line
 from builds.common.auth import Actor, require, token_actor, token_create, user_actor
 from builds.common.errors import ForbiddenError
 from builds.common.roles import ROLE_PERMISSIONS, Permission, Role, roles_with
 from builds.models import ApiToken, AuditEvent, Membership
+from builds.services.signing import keys_generate
 from tests.factories.builds import make_model, make_user
 
 pytestmark = pytest.mark.django_db
@@ -100,6 +103,37 @@ def run(stream: StringIO, *options: str) -> None:
 
     with contextlib.redirect_stdout(stream):
         call_command("bootstrap_access", *options)
+
+
+def test_it_names_keys_that_others_can_read_or_that_are_broken(
+    state_dir: Path, settings: Any
+) -> None:
+    assert check_signing_keys() == []
+    keys_generate()
+    assert check_signing_keys() == []
+    folder = state_dir / "keys"
+    (folder / "image-build-1.pem").chmod(0o644)
+    assert [(m.id, "image-build-1" in m.msg) for m in check_signing_keys()] == [
+        ("builds.E001", True)
+    ]
+    (folder / "image-build-1.pem").chmod(0o600)
+    (folder / "keys.json").write_text('{"schema": "sparsefleet.keys/1"}')
+    assert [m.id for m in check_signing_keys()] == ["builds.E002"]
+
+
+def test_it_makes_keys_and_metadata_once_on_the_command_line(
+    state_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call_command("keys_init")
+    assert "PLAIN FILES" in capsys.readouterr().out
+    before = {path.name: path.read_bytes() for path in (state_dir / "keys").iterdir()}
+    call_command("keys_init")
+    assert "PLAIN FILES" not in capsys.readouterr().out
+    assert before == {path.name: path.read_bytes() for path in (state_dir / "keys").iterdir()}
+    for path in (state_dir / "keys").iterdir():
+        path.unlink()
+    with pytest.raises(CommandError, match="restore them"):
+        call_command("keys_init")
 
 
 def write_three() -> list[AuditEvent]:

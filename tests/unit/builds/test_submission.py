@@ -10,9 +10,16 @@ from django.test import Client
 from builds.common.auth import token_create
 from builds.common.roles import Role
 from builds.models import AuditEvent, Blob, BuildJob, ModelVersion, VersionCheck
+from builds.services.deltas import delta_request
 from builds.states import VersionState
 from builds.storage import blob_store
-from tests.factories.builds import PIPELINE, make_model, make_target, make_version
+from tests.factories.builds import (
+    PIPELINE,
+    make_bundle,
+    make_model,
+    make_target,
+    make_version,
+)
 
 pytestmark = pytest.mark.django_db
 
@@ -284,6 +291,40 @@ def test_it_pages_through_versions_newest_first(ci: Api) -> None:
     assert third["next"] is None
     assert ci.get("/models/paged/versions?cursor=x").status_code == 422
     assert ci.get("/models/paged/versions?limit=0").status_code == 422
+
+
+@pytest.mark.parametrize(("path", "queries"), [("/builds", 2), ("/deltas", 2), ("/models", 2)])
+def test_it_lists_with_a_fixed_number_of_queries(
+    ci: Api, path: str, queries: int, django_assert_num_queries: Any
+) -> None:
+    model = make_model()
+    ci.get(path)  # the token's last use is noted once a minute
+    for _ in range(3):
+        base, new = make_bundle(make_version(model)), make_bundle(make_version(model))
+        delta_request(base, new)
+    with django_assert_num_queries(queries):
+        assert len(ci.get(path).json()["items"]) >= 1
+
+
+def test_it_shows_a_build_a_bundle_and_their_history(ci: Api) -> None:
+    bundle = make_bundle()
+    body = ci.get(f"/bundles/{bundle.manifest_sha256}").json()
+    assert [row["component"] for row in body["sections"]] == [
+        "expert.L0.E0",
+        "plan",
+        "weights.shared",
+    ]
+    assert ci.get(f"/bundles/{bundle.manifest_sha256}/manifest").content == bundle.manifest_bytes
+    build = ci.get(f"/builds/{bundle.job_id}").json()
+    assert (build["state"], build["manifest_sha256"]) == ("ready", bundle.manifest_sha256)
+    assert ci.get(f"/builds?state=ready&model={bundle.version.model.name}").json()["items"]
+    assert ci.get("/builds?state=queued").json()["items"] == []
+    assert ci.get(f"/bundles/{'0' * 64}").status_code == 404
+    assert ci.get("/builds/999999").status_code == 404
+    assert ci.post(f"/builds/{bundle.job_id}/retry", {}).status_code == 409
+    names = {row["name"]: row["active"] for row in ci.get("/targets").json()}
+    assert names["x86-64-v3"] is True
+    assert ci.post("/targets/x86-64-v2/activate", {}).status_code == 403
 
 
 def test_it_shows_why_a_version_is_invalid(ci: Api) -> None:
