@@ -14,6 +14,8 @@ from compiler.contract.protocol import DeltaOffer, OfferKind, UpdateState
 from compiler.delta import EncodeOptions, SectionBytes, encode_delta
 from compiler.driver.compile import compile_model
 from compiler.driver.options import CompiledBundle, CompileOptions
+from compiler.emitters.toolchain import compile_shared
+from compiler.hardware.targets import find_target
 from device_agent.cli import main
 from device_agent.farm import run_agents
 from device_agent.ports import Ports
@@ -204,6 +206,34 @@ def test_it_never_activates_what_computes_something_else(
     assert device.code in ("agent.self_test", "agent.bundle")
     assert device.agent.host.manifest_sha256 == v1.sha256
     assert not device.agent.host.answer(questions.questions[0]).failed
+
+
+def test_it_survives_native_code_that_crashes_or_hangs(
+    server: ReleaseServer,
+    start: Callable[..., Device],
+    v1: ToyBundle,
+    questions: EvaluationSet,
+    tmp_path: Path,
+) -> None:
+    """Code that runs when a library is loaded does its harm in the child, never in the agent."""
+    device = start()
+    assert take(device, v1) is UpdateState.SUCCEEDED
+    object.__setattr__(device.agent.engine, "self_test_timeout_s", 3.0)
+    harms = {"__builtin_trap();": "ended by signal", "for (;;) { busy++; }": "not finished"}
+    for number, (harm, message) in enumerate(harms.items(), start=20):
+        source = (
+            "static volatile unsigned busy;\n"
+            f"__attribute__((constructor)) static void harm(void) {{ {harm} }}\n"
+            "unsigned sf_abi_version(void) { return busy; }\n"
+        )
+        kernels = compile_shared(source, find_target(v1.manifest.target), tmp_path / "cache")
+        bad = server.publish(with_section(v1, "kernels", kernels, number))
+        assert take(device, bad) is UpdateState.FAILED
+        assert device.code == "agent.self_test"
+        context = device.agent.machine.context if device.agent.machine else None
+        assert context is not None
+        assert message in context.message
+        assert not device.agent.host.answer(questions.questions[0]).failed
 
 
 def test_it_is_asked_from_the_command_line(

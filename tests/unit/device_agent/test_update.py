@@ -209,6 +209,38 @@ class TestNetwork:
         assert (update.outcome, device.code) == (UpdateState.FAILED, "agent.network")
         assert device.says() == "1"
 
+    @pytest.mark.parametrize("kind", ["poll", "assignment", "tuf", "blob", "report"])
+    def test_it_lives_through_a_server_that_hangs(
+        self, server: ReleaseServer, start: Start, v1: ToyBundle, v2: ToyBundle, kind: str
+    ) -> None:
+        device = start(read_timeout_s=0.1)
+        device.install(v1)
+        server.fail(kind, *[Fault(delay_s=0.3)] * 2)
+        update = server.offer(v2)
+        device.take(update)
+        assert update.outcome is UpdateState.SUCCEEDED
+        assert device.says() == "2"
+
+    @pytest.mark.parametrize(
+        ("kind", "code"),
+        [("assignment", "agent.network"), ("tuf", "agent.network"), ("blob", "agent.network")],
+    )
+    def test_it_gives_up_a_server_that_always_hangs(
+        self,
+        server: ReleaseServer,
+        start: Start,
+        v1: ToyBundle,
+        v2: ToyBundle,
+        kind: str,
+        code: str,
+    ) -> None:
+        device = start(read_timeout_s=0.05, update_deadline_s=0.3)
+        device.install(v1)
+        server.fail(kind, *[Fault(delay_s=0.2)] * 100)
+        update = device.take(server.offer(v2))
+        assert (update.outcome, device.code) == (UpdateState.FAILED, code)
+        assert device.says() == "1"
+
     def test_it_keeps_its_reports_in_order_while_the_server_is_away(
         self, server: ReleaseServer, device: Device, v2: ToyBundle
     ) -> None:
