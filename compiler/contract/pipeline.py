@@ -7,7 +7,7 @@ it after its digest was verified.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object
@@ -76,6 +76,11 @@ class TokenSpec:
     position_base: int
     prompts: Mapping[str, tuple[str, ...]]
     max_answer_tokens: int
+    _index: Mapping[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        index = {token: at for at, token in enumerate(self.vocabulary)}
+        object.__setattr__(self, "_index", index)
 
     def ids(self, words: Iterable[str]) -> list[int]:
         """Return the ids of `words`.
@@ -83,9 +88,8 @@ class TokenSpec:
         Raises:
             ContractError: A word is not in the vocabulary; the message names it.
         """
-        index = {token: at for at, token in enumerate(self.vocabulary)}
         try:
-            return [index[word] for word in words]
+            return [self._index[word] for word in words]
         except KeyError as error:
             raise ContractError(
                 f"unknown word {error.args[0]!r}", hint="the model knows only its vocabulary"

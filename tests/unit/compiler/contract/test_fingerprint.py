@@ -14,6 +14,7 @@ from compiler.contract.fingerprint import (
     ram_bucket_mb,
     target_of,
 )
+from compiler.hardware.targets import TARGETS
 
 PLAIN = Fingerprint(
     machine="x86_64",
@@ -116,3 +117,13 @@ def test_it_refuses_a_missing_field(name) -> None:
 def test_it_refuses_a_huge_document() -> None:
     with pytest.raises(LimitExceededError):
         parse_fingerprint(b" " * 20_000 + PLAIN.to_bytes())
+
+
+def test_it_knows_the_targets_that_the_compiler_builds() -> None:
+    built = {target.id: target for target in TARGETS}
+    assert set(built) == set(LADDER)
+    for target_id, machine, features in TARGET_LADDER:
+        assert built[target_id].arch == machine
+        # what every machine of the architecture has need not be reported
+        assert built[target_id].features - features <= {"sse2", "asimd"}
+        assert features <= built[target_id].features
