@@ -19,6 +19,15 @@ from dashboards.templatetags.sparsefleet import (
 
 MAX_ROWS: Final = 200
 MAX_TEXT: Final = 200
+TITLES: Final[Mapping[str, str]] = {
+    "stages": "Compiler stages",
+    "explain": "Which kernel does what, and why",
+    "sqnr_db": "Signal to quantisation noise, dB",
+    "sizes": "Sizes of sections",
+    "native_check": "Self-test of the compiled code",
+}
+OPEN_TABLES: Final = frozenset({"stages", "explain"})
+_UNIT_OF_VALUES: Final[Mapping[str, str]] = {"sizes": "size_bytes"}
 _UNITS: Final[tuple[tuple[str, Callable[[object], str]], ...]] = (
     ("_bytes", bytesize),
     ("_ms", milliseconds),
@@ -36,6 +45,7 @@ class ReportTable:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     rows_left_out: int
+    is_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +77,7 @@ def cell_text(name: str, value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, (int, float)):
         for suffix, show in _UNITS:
-            if name.endswith(suffix):
+            if name.endswith(suffix) or name == suffix[1:]:
                 return show(value)
         return figure(value)
     if isinstance(value, Mapping):
@@ -81,6 +91,8 @@ def cell_text(name: str, value: object) -> str:
 
 def title_of(name: str) -> str:
     """Return a field name as a heading, without its unit."""
+    if name in TITLES:
+        return TITLES[name]
     for suffix, _ in _UNITS:
         name = name.removesuffix(suffix)
     return name.replace("_", " ").strip().capitalize() or "Value"
@@ -90,23 +102,26 @@ def _place(
     name: str, value: object, facts: list[tuple[str, str]], tables: list[ReportTable]
 ) -> None:
     if isinstance(value, Mapping) and value:
-        if all(isinstance(item, Mapping) for item in value.values()):
-            rows = [{"name": key, **item} for key, item in value.items()]
-            tables.append(_table(name, rows))
-            return
-        pairs = [
-            {"name": title_of(str(key)), "value": cell_text(str(key), item)}
-            for key, item in value.items()
-        ]
-        tables.append(_table(name, pairs))
-    elif (
-        isinstance(value, (list, tuple))
-        and value
-        and all(isinstance(item, Mapping) for item in value)
-    ):
-        tables.append(_table(name, value))
+        tables.append(_table(name, _rows_of_mapping(name, value)))
+    elif isinstance(value, (list, tuple)) and value:
+        rows = [item if isinstance(item, Mapping) else {"": item} for item in value]
+        tables.append(_table(name, rows))
     else:
         facts.append((title_of(name), cell_text(name, value)))
+
+
+def _rows_of_mapping(name: str, value: Mapping[str, object]) -> list[Mapping[str, object]]:
+    if all(isinstance(item, Mapping) for item in value.values()):
+        return [{"name": key, **item} for key, item in value.items() if isinstance(item, Mapping)]
+    unit = _UNIT_OF_VALUES.get(name, name)
+    return [
+        {"name": key, "value": cell_text(unit if _has_unit(unit) else str(key), item)}
+        for key, item in value.items()
+    ]
+
+
+def _has_unit(name: str) -> bool:
+    return any(name.endswith(suffix) for suffix, _ in _UNITS)
 
 
 def _table(name: str, rows: Sequence[Mapping[str, object]]) -> ReportTable:
@@ -114,9 +129,10 @@ def _table(name: str, rows: Sequence[Mapping[str, object]]) -> ReportTable:
     shown = rows[:MAX_ROWS]
     return ReportTable(
         title=title_of(name),
-        columns=tuple(title_of(column) for column in columns),
+        columns=tuple(title_of(column) if column else "Text" for column in columns),
         rows=tuple(
             tuple(cell_text(column, row.get(column)) for column in columns) for row in shown
         ),
         rows_left_out=len(rows) - len(shown),
+        is_open=name in OPEN_TABLES,
     )

@@ -3,6 +3,7 @@
 Every function states its query count, which does not grow with the number of rows shown.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -96,6 +97,13 @@ class SectionRow:
     section: BundleSection
     planes: tuple[Plane, ...]
     shared_with: int
+
+    @property
+    def plane_sums(self) -> tuple[tuple[str, int, int], ...]:
+        """Return per kind of plane how many there are and their size together, bytes."""
+        kinds = dict.fromkeys(plane.kind for plane in self.planes)
+        lengths = {k: [plane.length for plane in self.planes if plane.kind == k] for k in kinds}
+        return tuple((kind, len(rows), sum(rows)) for kind, rows in lengths.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +226,7 @@ def bundle_detail(*, manifest_sha256: str) -> BundleDetail:
         raise NotFoundError(f"there is no bundle {manifest_sha256[:16]!r}")
     manifest = parse_manifest(bundle.manifest_bytes)
     planes = {section.component: section.planes for section in manifest.sections}
-    sections = list(
-        BundleSection.objects.filter(bundle=bundle).order_by("-size_bytes", "component")
-    )
+    sections = sorted(BundleSection.objects.filter(bundle=bundle), key=_largest_first)
     uses = _uses_of(section.sha256 for section in sections)
     pairs = (
         Delta.objects.select_related("base__version", "new__version", "new__target")
@@ -301,6 +307,12 @@ def _row(
         version=version,
         cells=tuple(MatrixCell(target, job, getattr(job, "bundle", None)) for target, job in found),
     )
+
+
+def _largest_first(section: BundleSection) -> tuple[int, list[tuple[int, str]]]:
+    # E2 comes before E10.
+    parts = re.split(r"(\d+)", section.component)
+    return -section.size_bytes, [(int(p) if p.isdecimal() else -1, p) for p in parts]
 
 
 def _uses_of(digests: Iterable[str]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The pages in a real browser: no error, nothing from elsewhere, nothing cut off, every control named."""
+"""The pages in a real browser: no error, nothing from elsewhere, nothing cut off, all named."""
 
 import struct
 from collections.abc import Callable

@@ -16,6 +16,8 @@ from fleet.services.ledgers import ledger_open
 from fleet.states import ROLLOUT_TRANSITIONS, RolloutState
 from tests.unit.dashboards.world import World, make_rollout
 
+pytestmark = pytest.mark.django_db
+
 SignIn = Callable[[Role], Client]
 
 

@@ -1,6 +1,9 @@
 """Pages of an installation in which nothing has happened, and of things that are not there."""
 
+import pytest
 from django.test import Client
+
+pytestmark = pytest.mark.django_db
 
 
 def test_it_says_what_is_missing(viewer: Client) -> None:

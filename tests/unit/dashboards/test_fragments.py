@@ -2,11 +2,14 @@
 
 import re
 
+import pytest
 from django.test import Client
 
 from builds.models import BuildJob
 from builds.states import BuildState
 from tests.unit.dashboards.world import World
+
+pytestmark = pytest.mark.django_db
 
 HTMX = {"HX-Request": "true"}
 

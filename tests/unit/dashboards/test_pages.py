@@ -1,4 +1,4 @@
-"""Every page is there for those who may see it, whole, and marked up so that everybody can use it."""
+"""Every page is there for those who may see it, whole, and marked up so that all can use it."""
 
 import re
 from html.parser import HTMLParser
@@ -7,6 +7,8 @@ import pytest
 from django.test import Client
 
 from tests.unit.dashboards.world import World
+
+pytestmark = pytest.mark.django_db
 
 VOID = {"meta", "link", "input", "br", "path", "rect", "line", "circle", "polyline", "hr", "img"}
 

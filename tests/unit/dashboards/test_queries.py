@@ -12,6 +12,8 @@ from fleet.models import Heartbeat
 from tests.factories import builds as make
 from tests.unit.dashboards.world import World, make_device, make_rollout
 
+pytestmark = pytest.mark.django_db
+
 # Session, user and role are three of each; the second number is the whole budget.
 BUDGETS = {
     "/": 22,

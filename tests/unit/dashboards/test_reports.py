@@ -22,7 +22,8 @@ def test_it_shows_lists_of_objects_as_tables() -> None:
         {"stages": [{"name": "parse", "took_ms": 3.0}, {"name": "pack", "cached": False}]}
     )
     (table,) = report.tables
-    assert table.title == "Stages"
+    assert table.title == "Compiler stages"
+    assert table.is_open
     assert table.columns == ("Name", "Took", "Cached")
     assert table.rows == (("parse", "3.00 ms", NONE), ("pack", NONE, "no"))
 
@@ -30,6 +31,18 @@ def test_it_shows_lists_of_objects_as_tables() -> None:
 def test_it_shows_a_map_of_objects_as_a_table_with_names() -> None:
     (table,) = report_of({"kernels": {"gemm": {"n": 1}, "norm": {"n": 2}}}).tables
     assert table.rows == (("gemm", "1"), ("norm", "2"))
+
+
+def test_it_shows_a_map_of_numbers_in_the_unit_of_its_name() -> None:
+    sizes, weights = report_of({"sizes": {"plan": 1500}, "weight_bytes": {"w4": 2_000_000}}).tables
+    assert sizes.rows == (("plan", "1.5 kB"),)
+    assert weights.rows == (("w4", "2.00 MB"),)
+    assert not sizes.is_open
+
+
+def test_it_shows_a_list_of_words_one_a_row() -> None:
+    (table,) = report_of({"notes": ["one", "two"]}).tables
+    assert table.rows == (("one",), ("two",))
 
 
 def test_it_leaves_out_rows_and_says_so() -> None:

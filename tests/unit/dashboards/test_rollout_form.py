@@ -10,6 +10,8 @@ from fleet.cohorts import Goal
 from fleet.models import Group, Rollout
 from tests.unit.dashboards.world import World
 
+pytestmark = pytest.mark.django_db
+
 HTMX = {"HX-Request": "true"}
 
 
@@ -40,9 +42,23 @@ def test_it_reads_stages(text: str, goals: list[Goal]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", ",", "x", "0 %", "101 %", "0", "1.5 devices", "-3", "5 %, 5 %", "50 %, 10 %", "9, 3", "٣",
-     "1e9 %", ",".join(str(n) for n in range(1, 40))],
-)  # fmt: skip
+    [
+        "",
+        ",",
+        "x",
+        "0 %",
+        "101 %",
+        "0",
+        "1.5 devices",
+        "-3",
+        "5 %, 5 %",
+        "50 %, 10 %",
+        "9, 3",
+        "٣",
+        "1e9 %",
+        ",".join(str(n) for n in range(1, 40)),
+    ],
+)
 def test_it_refuses_what_is_no_stage(text: str) -> None:
     with pytest.raises(ValidationError):
         parse_stages(text)

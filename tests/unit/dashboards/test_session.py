@@ -1,10 +1,15 @@
 """Signing in and out, and the theme."""
 
+from typing import Any
+
 import pytest
+from django.template.loader import render_to_string
 from django.test import Client
 
 from builds.common.roles import Role
 from tests.factories.builds import make_user
+
+pytestmark = pytest.mark.django_db
 
 
 def test_it_signs_in_and_goes_where_one_wanted_to_go(stranger: Client) -> None:
@@ -58,3 +63,18 @@ def test_it_takes_no_other_theme_and_no_other_site(viewer: Client) -> None:
     assert "data-theme" not in viewer.get("/").content.decode()
     for path in ("https://evil.example/", "//evil.example", "javascript:alert(1)"):
         assert viewer.post("/theme", {"theme": "x", "next": path}).headers["Location"] == "/"
+
+
+def test_it_is_at_the_root_of_the_real_site(viewer: Client, settings: Any) -> None:
+    settings.ROOT_URLCONF = "dashboards.conf.urls"
+    assert viewer.get("/").status_code == 200
+    assert viewer.get("/login").status_code == 302
+    response = viewer.get("/no/such/page")
+    assert response.status_code == 404
+    assert "No such page" in response.content.decode()
+
+
+def test_it_shows_our_own_page_when_something_breaks() -> None:
+    page = render_to_string("500.html")
+    assert "Something broke on our side" in page
+    assert "Traceback" not in page
