@@ -185,6 +185,19 @@ def view_source(value: SSAValue) -> SSAValue | None:
     return source
 
 
+def only_leaf(found: Trace) -> Leaf | None:
+    """Return the one leaf of a chain if there is exactly one and it has axes."""
+    return found.leaves[0] if len(found.leaves) == 1 and found.leaves[0].sizes else None
+
+
+def spread(array: NDArray[Any], sizes: tuple[int, ...]) -> NDArray[Any] | None:
+    """Return `array` broadcast to `sizes`, or None if it does not broadcast to them."""
+    try:
+        return np.broadcast_to(array, sizes)
+    except ValueError:
+        return None
+
+
 def scalar_multiple(op: OnnxOp, constants: ConstantTable) -> tuple[SSAValue, float] | None:
     """Return (x, factor) if `op` is `x * factor` or `x / divisor` with a scalar constant."""
     if op.op.data not in ("Mul", "Div"):

@@ -86,6 +86,8 @@ def conv(node: Node, values: Values) -> Shapes:
     """Convolution in NCHW with explicit padding."""
     x, weight = operand(values, 0), operand(values, 1)
     spatial = len(x.shape) - 2
+    if spatial < 1 or len(weight.shape) != len(x.shape):
+        raise ValueError(f"window {weight.shape} does not fit image {x.shape}")
     strides, dilations, pads = conv_geometry(node, spatial)
     sizes = []
     for i in range(spatial):

@@ -198,6 +198,10 @@ def _step(module: ModuleOp, ctx: PassContext) -> FuncOp:
     given.update(program.inline(embed, {"token_ids": ids}, {}))
     made = program.inline(decoder, given, {})
     logits = made["logits"]
+    if shape_of(logits)[:-1] not in ((tokens,), (Dim(1), tokens)):
+        raise MalformedModelError(
+            f"decoder: output of role logits is {logits.type}, expected (1, T, vocabulary)"
+        )
     rows, width = len(shape_of(logits)) - 2, shape_of(logits)[-1]
     last = program.add(SliceOp(logits, rows, tokens + Dim(-1), Dim(1)))
     last = program.add(ReshapeOp(last, [Dim(1), width]))
@@ -228,6 +232,10 @@ def _last_routing(program: _Program, routing: SSAValue) -> SSAValue:
     lasts = []
     for value in layers:
         shape = shape_of(value)
+        if len(shape) != 2 or dtype_of(value) != "int64" or shape[0] != symbol_dim("T"):
+            raise MalformedModelError(
+                f"decoder: output of role routing holds {value.type}, expected (T, k) expert ids"
+            )
         axis = len(shape) - 2
         last = program.add(SliceOp(value, axis, shape[axis] + Dim(-1), Dim(1)))
         lasts.append(program.add(ReshapeOp(last, [Dim(1), shape[-1]])))

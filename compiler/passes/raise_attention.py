@@ -17,14 +17,23 @@ the graph, windows, biases by distance.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import BlockArgument, Operation, SSAValue
 
 from compiler.analysis.constants import ConstantTable
-from compiler.analysis.movement import Index, Leaf, Trace, chain_symbols, scalar_multiple, trace
+from compiler.analysis.movement import (
+    Index,
+    Leaf,
+    Trace,
+    chain_symbols,
+    only_leaf,
+    scalar_multiple,
+    spread,
+    trace,
+)
 from compiler.dialects.dims import Dim, witnesses
 from compiler.dialects.mm import AttentionOp, KvAppendOp
 from compiler.dialects.movement import TransposeOp
@@ -34,6 +43,8 @@ from compiler.passes.base import PassContext, PassResult
 from compiler.passes.functions import functions, operations, role_of_argument
 from compiler.passes.match import attr, onnx
 from compiler.passes.rewriting import erase_dead, insert_before, replace, reshaped
+
+CACHE_ROLES: Final = frozenset({"past_key", "past_value"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +180,10 @@ def _is_causal_mask(value: SSAValue, scores: SSAValue) -> bool:
         sizes = sizes_at(scores, binding)
         rows, cols = sizes[-2:]
         plane = np.arange(rows * cols).reshape(rows, cols)
-        if found.leaves[0].numbers().size != plane.size:
+        added = spread(found.index, sizes)
+        if added is None or found.leaves[0].numbers().size != plane.size:
             return False
-        if not np.array_equal(np.broadcast_to(found.index, sizes), np.broadcast_to(plane, sizes)):
+        if not np.array_equal(added, np.broadcast_to(plane, sizes)):
             return False
     return True
 
@@ -201,9 +213,8 @@ def _one_leaf(
     source, factor = None, None
     for binding in witnesses(chain_symbols(value, constants)):
         found = trace(value, binding, constants)
-        if len(found.leaves) != 1:
-            return None
-        wanted = expected(found.leaves[0], found)
+        leaf = only_leaf(found)
+        wanted = expected(leaf, found) if leaf is not None else None
         if wanted is None or not np.array_equal(found.index.reshape(wanted.shape), wanted):
             return None
         source, factor = found.leaves[0].value, found.uniform_factor()
@@ -243,7 +254,7 @@ def _key_rows(
 def _keys_at(found: Trace, heads: int, head_dim: int, axes: tuple[int, int, int]) -> Rows | None:
     new = [leaf for leaf in found.leaves if not isinstance(leaf.value, BlockArgument)]
     past = [leaf for leaf in found.leaves if isinstance(leaf.value, BlockArgument)]
-    if len(new) != 1 or len(past) > 1 or new[0].sizes[-1] % head_dim:
+    if len(new) != 1 or len(past) > 1 or not new[0].sizes or new[0].sizes[-1] % head_dim:
         return None
     kv_heads = new[0].sizes[-1] // head_dim
     if heads % kv_heads or found.index.size % (heads * head_dim):
@@ -289,6 +300,8 @@ def layers_of(past: SSAValue) -> int:
 
 def _plane_of(index: Index, past: Leaf, heads: int, head_dim: int) -> int | None:
     """Return which plane of a cache argument the chain reads."""
+    if role_of_argument(past.value) not in CACHE_ROLES:
+        return None
     planes = cache_planes(past)
     inside = (index >= past.base) & (index < past.base + planes.size)
     if planes.shape[1] != heads or planes.shape[3] != head_dim or not inside.any():

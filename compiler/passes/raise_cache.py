@@ -86,6 +86,8 @@ def _layers_in(value: SSAValue, role: str, first: int, appends: dict[int, KvAppe
     count = 0
     for binding in witnesses(chain_symbols(value)):
         found = trace(value, binding)
+        if found.index.ndim not in (4, 5):
+            return 0
         planes = found.index.reshape(-1, *found.index.shape[-3:])
         count = len(planes)
         for at, plane in enumerate(planes):
@@ -101,13 +103,16 @@ def _is_layer(found: Trace, plane: Index, role: str, append: KvAppendOp) -> bool
     if new is None:
         return False
     heads, _, head_dim = plane.shape
+    if new.sizes[-1] != heads * head_dim:
+        return False
     block = new.numbers().reshape(-1, heads, head_dim).transpose(1, 0, 2)
     for leaf in found.leaves:
-        if not isinstance(leaf.value, BlockArgument):
+        if not isinstance(leaf.value, BlockArgument) or _role(leaf.value) != _PAST_OF[role]:
             continue
         offset = append.layer.value.data - first_layer(leaf.value)
         stored = cache_planes(leaf)
-        if 0 <= offset < len(stored) and _role(leaf.value) == _PAST_OF[role]:
+        same_heads = stored.shape[1] == heads and stored.shape[3] == head_dim
+        if 0 <= offset < len(stored) and same_heads:
             wanted = np.concatenate([stored[offset], block], axis=1)
             return np.array_equal(plane, wanted)
     return False

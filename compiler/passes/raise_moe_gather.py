@@ -24,7 +24,15 @@ from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Operation, SSAValue
 
 from compiler.analysis.constants import Array
-from compiler.analysis.movement import Index, Trace, chain_symbols, trace, view_source
+from compiler.analysis.movement import (
+    Index,
+    Trace,
+    chain_symbols,
+    only_leaf,
+    spread,
+    trace,
+    view_source,
+)
 from compiler.dialects.dims import Binding, Dim, witnesses
 from compiler.dialects.moe import ExpertsOp, RouteOp
 from compiler.dialects.sp import LinearOp, OnnxOp
@@ -93,6 +101,11 @@ def _raise_experts(op: Operation, ctx: PassContext) -> int:
         gate = _gates(gates, last, parts.index if parts else None)
         if parts is None or gate is None or not _sums_choices(total, last, parts.index):
             continue
+        if (last.weight.shape[0], last.weight.shape[1]) != (
+            parts.w_in.shape[0],
+            parts.w_in.shape[2],
+        ):
+            continue
         _emit_experts(total, parts, last, gate, ctx)
         return 1
     return 0
@@ -121,18 +134,34 @@ def _body(last: _Product, ctx: PassContext) -> _Body | None:
         env = find(pattern, hidden, ctx.constants)
         if env is None:
             continue
-        first = _product_behind(env["gate"], ctx)
-        if first is None or first.index is not last.index:
+        parts = [_rows_of_product(env[name], ctx) for name in ("gate", "up") if name in env]
+        if any(part is None or part.index is not last.index for part in parts):
             continue
-        rows = [_rows_read(env[name], first) for name in ("gate", "up") if name in env]
-        x = _repeated_rows(first)
-        if x is None or any(row is None for row in rows):
+        sources = [part.x for part in parts if part is not None]
+        if any(x is not sources[0] for x in sources):
             continue
-        order = np.concatenate([row for row in rows if row is not None])
-        if act == "relu" and len(order) != first.weight.shape[1]:
-            continue
-        return _Body(act, x, first.index, np.ascontiguousarray(first.weight[:, order]))
+        w_in = np.concatenate([part.weight for part in parts if part is not None], axis=1)
+        return _Body(act, sources[0], last.index, w_in)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Gate or up: some rows of the first matrices, times each token."""
+
+    x: SSAValue
+    index: SSAValue
+    weight: Array
+
+
+def _rows_of_product(value: SSAValue, ctx: PassContext) -> _Part | None:
+    product = _product_behind(value, ctx)
+    if product is None:
+        return None
+    rows, x = _rows_read(value, product), _repeated_rows(product)
+    if rows is None or x is None:
+        return None
+    return _Part(x, product.index, product.weight[:, rows])
 
 
 def _product_behind(value: SSAValue, ctx: PassContext) -> _Product | None:
@@ -180,7 +209,12 @@ def _rows_read(value: SSAValue, product: _Product) -> Index | None:
     found_rows: Index | None = None
     for binding in witnesses(chain_symbols(value)):
         found = trace(value, binding)
-        count = found.leaves[0].numbers().size // width
+        leaf = found.reads(product.result)
+        if leaf is None or len(found.leaves) != 1:
+            return None
+        count = leaf.numbers().size // width
+        if count == 0 or found.index.size % count:
+            return None
         index = found.index.reshape(count, -1)
         expected = index[:1] + np.arange(count)[:, None] * width
         if (index[:1] >= width).any() or not np.array_equal(index, expected):
@@ -206,9 +240,9 @@ def _repeated_rows(product: _Product) -> SSAValue | None:
     symbols = chain_symbols(product.vector) | symbols_of(product.index)
     for binding in witnesses(symbols):
         found = trace(product.vector, binding)
-        if len(found.leaves) != 1:
+        leaf = only_leaf(found)
+        if leaf is None:
             return None
-        leaf = found.leaves[0]
         tokens, k = _choices(binding, product.index)
         rows = leaf.numbers().reshape(-1, leaf.sizes[-1])
         vectors = _per_choice(found, tokens, k, leaf.sizes[-1])
@@ -239,10 +273,9 @@ def _gates(value: SSAValue, last: _Product, index: SSAValue | None) -> SSAValue 
         tokens, k = _choices(binding, index)
         if len(found.leaves) != 1 or found.leaves[0].numbers().size != tokens * k:
             return None
-        shape = (*found.index.shape[:-1], width)
-        spread = np.broadcast_to(found.index, shape).reshape(-1, width)
-        wanted = np.arange(tokens * k)[:, None]
-        if len(spread) != tokens * k or (spread != wanted).any():
+        held = spread(found.index, (*found.index.shape[:-1], width))
+        wanted = np.repeat(np.arange(tokens * k), width)
+        if held is None or not np.array_equal(held.reshape(-1), wanted):
             return None
         source = found.leaves[0].value
     return source

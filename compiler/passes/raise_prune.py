@@ -20,7 +20,7 @@ from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Operation, SSAValue
 
 from compiler.analysis.constants import ConstantTable
-from compiler.analysis.movement import chain_symbols, trace, view_source
+from compiler.analysis.movement import chain_symbols, only_leaf, trace, view_source
 from compiler.dialects.dims import Dim, witnesses
 from compiler.dialects.mm import AttentionRowOp, PruneOp
 from compiler.dialects.sp import OnnxOp
@@ -93,10 +93,11 @@ def _single_row(scores: Scores, constants: ConstantTable) -> _Row | None:
     for binding in witnesses(symbols):
         q, k = trace(scores.q, binding, constants), trace(scores.k, binding, constants)
         factors = (q.uniform_factor(), k.uniform_factor())
-        if len(q.leaves) != 1 or len(k.leaves) != 1 or None in factors:
+        q_leaf, k_leaf = only_leaf(q), only_leaf(k)
+        if q_leaf is None or k_leaf is None or None in factors:
             return None
-        rows = q.leaves[0].numbers().reshape(-1, q.leaves[0].sizes[-1])
-        keys = k.leaves[0].numbers()
+        rows = q_leaf.numbers().reshape(-1, q_leaf.sizes[-1])
+        keys = k_leaf.numbers()
         row = int(q.index.min()) // width
         if rows.shape[-1] != width or keys.shape[-1] != width:
             return None
@@ -105,5 +106,5 @@ def _single_row(scores: Scores, constants: ConstantTable) -> _Row | None:
         if not same or not np.array_equal(q.index.reshape(-1), rows[row]):
             return None
         scale = scores.scale * (factors[0] or 0.0) * (factors[1] or 0.0)
-        result = _Row(q.leaves[0].value, k.leaves[0].value, heads, scale, row)
+        result = _Row(q_leaf.value, k_leaf.value, heads, scale, row)
     return result

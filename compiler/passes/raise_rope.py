@@ -22,7 +22,7 @@ from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Operation, SSAValue
 
 from compiler.analysis.constants import Array, ConstantTable
-from compiler.analysis.movement import Index, chain_symbols, trace
+from compiler.analysis.movement import Index, chain_symbols, only_leaf, spread, trace
 from compiler.dialects.dims import Binding, witnesses
 from compiler.dialects.mm import RopeOp
 from compiler.dialects.movement import ConcatOp, SliceOp
@@ -166,12 +166,12 @@ def _prove(rotation: _Rotation, constants: ConstantTable) -> _Proof | None:
 
 def _prove_at(rotation: _Rotation, constants: ConstantTable, binding: Binding) -> _Proof | None:
     x = trace(rotation.x, binding)
-    head_dim = x.index.shape[-1]
+    leaf, head_dim = only_leaf(x), x.index.shape[-1]
     half = head_dim // 2
-    if len(x.leaves) != 1 or head_dim % 2 or x.leaves[0].sizes[-1] % head_dim:
+    if leaf is None or head_dim % 2 or leaf.sizes[-1] % head_dim:
         return None
-    halves = [_of_leaf(value, x.leaves[0].value, binding) for value in (rotation.x1, rotation.x2)]
-    width = x.leaves[0].sizes[-1]
+    halves = [_of_leaf(value, leaf.value, binding) for value in (rotation.x1, rotation.x2)]
+    width = leaf.sizes[-1]
     row, column = x.index // width, x.index % width % head_dim
     whole = np.arange(head_dim)
     cut = (x.index[..., :half], x.index[..., half:])
@@ -191,7 +191,7 @@ def _prove_at(rotation: _Rotation, constants: ConstantTable, binding: Binding) -
     (cos_positions, cos_freq), (sin_positions, sin_freq) = proofs[0], proofs[1]
     if cos_positions is not sin_positions or not np.array_equal(cos_freq, sin_freq):
         return None
-    return _Proof(x.leaves[0].value, cos_positions, cos_freq)
+    return _Proof(leaf.value, cos_positions, cos_freq)
 
 
 def _of_leaf(value: SSAValue, leaf: SSAValue, binding: Binding) -> Index | None:
@@ -225,9 +225,10 @@ def _table(
         return None
     positions, position, frequency = product
     sizes = (*sizes[:-1], sizes[-1] // 2) if rotation.halved else sizes
-    if found.index.ndim > len(sizes):
+    called = spread(found.index, sizes)
+    if called is None:
         return None
-    element = angle.index.reshape(-1)[np.broadcast_to(found.index, sizes)]
+    element = angle.index.reshape(-1)[called]
     if rotation.halved:
         element = np.concatenate([element, element], axis=-1)
     return _Table(positions, position.reshape(-1)[element], frequency.reshape(-1)[element])
@@ -249,11 +250,9 @@ def _product(
         if constant is None or positions is None:
             continue
         sizes = sizes_at(value, binding)
-        return (
-            positions,
-            np.broadcast_to(found.index, sizes),
-            np.broadcast_to(constant, sizes),
-        )
+        position, frequency = spread(found.index, sizes), spread(constant, sizes)
+        if position is not None and frequency is not None:
+            return positions, position, frequency
     return None
 
 

@@ -215,6 +215,7 @@ class MoeShape:
         interleaved: Gate and up rows alternate.
         transposed: Weights are (E, K, N) and multiplied from the right.
         gather: `GatherND` or `Gather`.
+        separate: Gate and up have a stack of matrices each.
     """
 
     order: str = "softmax_topk_renorm"
@@ -223,6 +224,7 @@ class MoeShape:
     interleaved: bool = False
     transposed: bool = False
     gather: str = "GatherND"
+    separate: bool = False
     width: int = 8
     hidden: int = 6
     experts: int = 4
@@ -239,9 +241,13 @@ def moe_block(shape: MoeShape = MoeShape()) -> Block:
         repeated = b.op("Unsqueeze", rows, b.ints(1))
         repeated = b.op("Expand", repeated, b.ints(1, shape.k, 1))
         repeated = b.op("Reshape", repeated, b.ints(-1, shape.width))
-        factor = 2 if shape.act == "swiglu" else 1
+        factor = 2 if shape.act == "swiglu" and not shape.separate else 1
         hidden = _gathered(b, repeated, flat_index, factor * shape.hidden, shape.width, shape)
-        hidden = _activation(b, hidden, shape)
+        if shape.separate:
+            up = _gathered(b, repeated, flat_index, shape.hidden, shape.width, shape)
+            hidden = b.op("Mul", b.op("Mul", hidden, b.op("Sigmoid", hidden)), up)
+        else:
+            hidden = _activation(b, hidden, shape)
         out = _gathered(b, hidden, flat_index, shape.width, shape.hidden, shape)
         flat_gate = b.op("Unsqueeze", b.op("Reshape", gate, b.ints(-1)), b.ints(-1))
         weighted = b.op("Reshape", b.op("Mul", out, flat_gate), b.ints(-1, shape.k, shape.width))

@@ -25,6 +25,7 @@ SPELLINGS = [
     MoeShape(transposed=True),
     MoeShape(gather="Gather"),
     MoeShape(gather="Gather", transposed=True, act="relu", order="topk_softmax"),
+    MoeShape(separate=True),
     MoeShape(k=3),
     MoeShape(k=1),
 ]
@@ -114,7 +115,22 @@ def shuffled_choices(b: GraphBuilder, x: str) -> str:
     return y
 
 
-@pytest.mark.parametrize("block", [wrong_row, shuffled_choices])
+def foreign_up(b: GraphBuilder, x: str) -> str:
+    """The up half is not a product of gathered matrices but the repeated rows themselves."""
+    y = moe_block(MoeShape(hidden=8, separate=True))(b, x)
+    repeated = next(n.output[0] for n in b.nodes if n.op_type == "Expand")
+    rows = next(n.output[0] for n in b.nodes if n.op_type == "Reshape" and n.input[0] == repeated)
+    product = next(n for n in b.nodes if n.op_type == "Mul" and "Sigmoid" in _maker(b, n.input[1]))
+    last = next(n for n in b.nodes if n.input and n.input[0] == product.output[0])
+    last.input[1] = rows
+    return y
+
+
+def _maker(b: GraphBuilder, name: str) -> str:
+    return next(n.op_type for n in b.nodes if name in n.output)
+
+
+@pytest.mark.parametrize("block", [wrong_row, shuffled_choices, foreign_up])
 def test_it_does_not_match_other_movement(tmp_path: Path, block: Block) -> None:
     with pytest.raises(UnsupportedOperatorError):
         lowered(write_block(tmp_path, block))
