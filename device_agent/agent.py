@@ -34,6 +34,7 @@ from device_agent.update.fetch import Fetcher
 from device_agent.update.install import InstallSteps
 from device_agent.update.loop import Poller, UpdateLoop
 from device_agent.update.probation import STUCK_TIMEOUTS, Probation
+from device_agent.update.self_check import require_working_verifier
 from device_agent.update.switch import SwitchSteps, slot_fact
 from device_agent.update.verify import TrustFolder, Verifier
 
@@ -104,7 +105,9 @@ class Agent:
 
         Raises:
             NotEnrolledError: Enrol first.
+            TrustError: This agent does not refuse forged metadata; it must not run.
         """
+        require_working_verifier()
         machine = self._machine(self.enrolment())
         self.machine, self.loop = machine, UpdateLoop(machine, self.poller, self.api)
         if self.slots.was_damaged:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from compiler.contract.protocol import DeltaOffer, OfferKind, UpdateState
+from device_agent.errors import TrustError
+from device_agent.states import State
 from device_agent.storage.floors import EARLIEST
 from tests.simulators.bundles import ToyBundle, ToySpec, toy_bundle
-from tests.simulators.device import Device
+from tests.simulators.device import QUESTION, Device
 from tests.simulators.release_server import ReleaseServer, Update
 from tests.simulators.tuf_repository import Director, ImageRepository, now, signed
 
@@ -335,7 +337,41 @@ class TestManifest:
 
 
 class TestEpoch:
-    """The twelve cells: epoch same or up, three ways to end, two ways to go back."""
+    """The cells: epoch same or up, three ways to end, then the server wants the old one back."""
+
+    @pytest.mark.parametrize("epoch", [0, 1])
+    @pytest.mark.parametrize("ending", ["committed", "failed", "crashed"])
+    def test_it_goes_back_unless_a_higher_epoch_was_committed(
+        self,
+        server: ReleaseServer,
+        start: Callable[..., Device],
+        v1: ToyBundle,
+        epoch: int,
+        ending: str,
+    ) -> None:
+        behaviour = {"answer": "error"} if ending == "failed" else {}
+        spec = ToySpec(version="2", release_seq=2, security_epoch=epoch, behaviour=behaviour)
+        new = server.publish(toy_bundle(spec))
+        device = start(activation_tries=1)
+        device.install(v1)
+        end_as = {"committed": UpdateState.SUCCEEDED}.get(ending, UpdateState.ROLLED_BACK)
+        if ending != "committed":
+            object.__setattr__(device.agent.config, "probation_s", 60.0)
+        update = server.offer(new)
+        device.run(lambda: device.state is State.PROBATION or update.outcome is not None)
+        if ending == "failed":
+            for _ in range(5):
+                device.agent.probation.record(device.agent.host.answer(QUESTION))
+        while ending == "crashed" and device.says() == "2":
+            device.stop()
+            device = start(activation_tries=1, probation_s=60.0)
+        device.take(update)
+        assert update.outcome is end_as
+        is_up = epoch > 0 and ending == "committed"
+        assert device.agent.floors.load().security_floor == (epoch if is_up else 0)
+        back = device.take(server.offer(v1, kind=OfferKind.ROLLBACK))
+        assert back.outcome is (UpdateState.REJECTED if is_up else UpdateState.SUCCEEDED)
+        assert device.says() == ("2" if is_up else "1")
 
     def test_it_raises_the_floor_when_a_bundle_is_committed(
         self, server: ReleaseServer, device: Device
@@ -370,6 +406,17 @@ class TestEpoch:
         update = server.offer(v2)
         update.security_floor = 1
         refused(device, update, "agent.epoch", UpdateState.REJECTED)
+
+
+def test_it_does_not_run_when_it_would_believe_anything(
+    start: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tuf.api.metadata import Root
+
+    start("healthy").stop()
+    monkeypatch.setattr(Root, "verify_delegate", lambda *_args: None)
+    with pytest.raises(TrustError, match="forged"):
+        start("broken")
 
 
 def test_it_answers_on_when_its_floors_are_lost(
