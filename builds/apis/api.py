@@ -4,6 +4,7 @@ import logging
 from http import HTTPStatus
 from typing import Any
 
+from django.db import OperationalError
 from django.http import Http404, HttpRequest, HttpResponse
 from ninja import NinjaAPI
 from ninja.errors import AuthenticationError, HttpError, ValidationError
@@ -12,7 +13,7 @@ from ninja.openapi.schema import OpenAPISchema
 from builds.apis.schemas import ProblemOut
 from builds.common.auth import BrowserAuth, TokenAuth
 from builds.common.errors import ApplicationError
-from builds.common.problem import CONTENT_TYPE, problem, problem_of
+from builds.common.problem import CONTENT_TYPE, busy_problem, problem, problem_of
 from compiler.contract.errors import ContractError
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,12 @@ def on_http_error(_request: HttpRequest, error: HttpError) -> HttpResponse:
     return problem(
         status=HTTPStatus(error.status_code), code="app.http_error", detail=error.message
     )
+
+
+@api.exception_handler(OperationalError)
+def on_busy_database(request: HttpRequest, error: OperationalError) -> HttpResponse:
+    logger.warning("%s %s: %s", request.method, request.path, error)
+    return busy_problem()
 
 
 @api.exception_handler(Exception)

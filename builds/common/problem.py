@@ -6,13 +6,18 @@ Used by the management API (through its exception handlers) and by plain Django 
 """
 
 import json
+import logging
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Final
 
-from django.http import HttpResponse
+from django.db import OperationalError
+from django.http import HttpRequest, HttpResponse
 
 from builds.common.errors import ApplicationError
 from compiler.contract.errors import ContractError
+
+logger = logging.getLogger(__name__)
 
 CONTENT_TYPE: Final = "application/problem+json"
 RETRY_AFTER_S: Final = 5
@@ -47,3 +52,37 @@ def problem_of(error: ApplicationError | ContractError) -> HttpResponse:
     if error.retryable:
         response["Retry-After"] = str(RETRY_AFTER_S)
     return response
+
+
+def busy_problem() -> HttpResponse:
+    """Return the answer to a request that waited in vain for the database."""
+    response = problem(
+        status=HTTPStatus.SERVICE_UNAVAILABLE,
+        code="app.database_busy",
+        detail="the database is busy or away; nothing was changed",
+        hint="send the same request again",
+    )
+    response["Retry-After"] = str(RETRY_AFTER_S)
+    return response
+
+
+class DatabaseBusyMiddleware:
+    """Answers 503 with `Retry-After` when a request could not get at the database.
+
+    SQLite gives up on a lock after `timeout` seconds; PostgreSQL may be restarting, or break a
+    deadlock. All are passing, and every write of the platform is one transaction.
+    """
+
+    def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
+        self._get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponse:
+        """Pass the request on."""
+        return self._get_response(request)
+
+    def process_exception(self, request: HttpRequest, error: Exception) -> HttpResponse | None:
+        """Answer for an `OperationalError`; leave all else alone."""
+        if not isinstance(error, OperationalError):
+            return None
+        logger.warning("%s %s: %s", request.method, request.path, error)
+        return busy_problem()

@@ -79,6 +79,7 @@ MIDDLEWARE = [
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
     "django_htmx.middleware.HtmxMiddleware",
+    "builds.common.problem.DatabaseBusyMiddleware",
 ]
 
 ROOT_URLCONF = "dashboards.conf.urls"
