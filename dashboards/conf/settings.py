@@ -116,7 +116,7 @@ DATA_UPLOAD_MAX_MEMORY_SIZE = 8 * 1024 * 1024
 # The queue is a doorbell (ADR 0006): losing a message is harmless, because the tick looks at every
 # row again.
 QUEUE_DIR = STATE_DIR / "queue"
-CELERY_BROKER_URL = ENV.broker_url or "filesystem://"
+CELERY_BROKER_URL = ENV.broker_url or "filesystem://localhost/"
 if not ENV.broker_url:
     CELERY_BROKER_TRANSPORT = "builds.common.file_queue:Transport"
 CELERY_BROKER_TRANSPORT_OPTIONS: dict[str, Any] = (
@@ -150,5 +150,11 @@ LOGGING = {
     "formatters": {"line": {"format": "{asctime} {levelname} {name}: {message}", "style": "{"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
     "root": {"handlers": ["stderr"], "level": "INFO"},
-    "loggers": {"django.server": {"level": "WARNING"}, "httpx": {"level": "WARNING"}},
+    "loggers": {
+        "django.server": {"level": "WARNING"},
+        "django.request": {
+            "level": "ERROR"
+        },  # TUF clients ask for the next root until there is none
+        "httpx": {"level": "WARNING"},
+    },
 }
