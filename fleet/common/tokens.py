@@ -7,7 +7,6 @@ them. A token is taken back by raising the device's generation; the poll path kn
 whose generation is above 0.
 """
 
-import hashlib
 import hmac
 from dataclasses import dataclass
 from typing import Final
@@ -28,7 +27,7 @@ class SessionToken:
 
 def token_key(secret: str) -> bytes:
     """Return the key for session tokens, derived from the server's secret."""
-    return hmac.digest(secret.encode("utf-8"), PURPOSE, hashlib.sha256)
+    return hmac.digest(secret.encode("utf-8"), PURPOSE, "sha256")
 
 
 def issue(key: bytes, token: SessionToken) -> str:
@@ -45,10 +44,10 @@ def check(key: bytes, text: str, now: float) -> SessionToken | None:
         text: As the device sent it.
         now: Unix time, seconds.
     """
-    if len(text) > 4 * MAX_DIGITS + MAC_HEX:
+    if len(text) > 4 * MAX_DIGITS + MAC_HEX or not text.isascii():
         return None
     signed, _, mac = text.rpartition(".")
-    if not hmac.compare_digest(_mac(key, signed).encode(), mac.encode("utf-8", "replace")):
+    if not hmac.compare_digest(_mac(key, signed), mac):
         return None
     device_pk, generation, expires_at = (int(part) for part in signed.split("."))
     if expires_at <= now:
@@ -63,4 +62,4 @@ def bearer(header: str) -> str:
 
 
 def _mac(key: bytes, text: str) -> str:
-    return hmac.digest(key, text.encode("utf-8", "replace"), hashlib.sha256).hex()[:MAC_HEX]
+    return hmac.digest(key, text.encode("ascii"), "sha256").hex()[:MAC_HEX]

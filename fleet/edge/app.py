@@ -1,6 +1,7 @@
 """The WSGI application: hot paths here, everything else Django's."""
 
 from collections.abc import Iterable
+from datetime import datetime
 from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import parse_qs
@@ -63,8 +64,9 @@ class Edge:
 
     def _poll(self, environ: Environ, start_response: StartResponse) -> list[bytes]:
         snapshot = self._holder.current()
-        device_pk = self._device(environ, snapshot)
-        self._beats.add(device_pk, _running(environ))
+        now = self._clock.now()
+        device_pk = self._device(environ, snapshot, now)
+        self._beats.add(device_pk, now, _running(environ))
         answer = snapshot.answers.get(device_pk, snapshot.idle)
         headers = [("ETag", answer.etag), ("Cache-Control", "private, no-cache")]
         if environ.get("HTTP_IF_NONE_MATCH") == answer.etag:
@@ -78,7 +80,7 @@ class Edge:
     def _blob(
         self, environ: Environ, start_response: StartResponse, sha256: str
     ) -> Iterable[bytes]:
-        device_pk = self._device(environ, self._holder.current())
+        device_pk = self._device(environ, self._holder.current(), self._clock.now())
         if SHA256_PATTERN.fullmatch(sha256) is None:
             raise NotFoundError("a blob is named by its SHA-256")
         update_id = _update_id(environ)
@@ -92,9 +94,9 @@ class Edge:
             )
         return blob_answer(environ, start_response, blob_store(), sha256, is_live)
 
-    def _device(self, environ: Environ, snapshot: Snapshot) -> int:
+    def _device(self, environ: Environ, snapshot: Snapshot, now: datetime) -> int:
         text = bearer(environ.get("HTTP_AUTHORIZATION", ""))
-        token = check(self._key, text, self._clock.now().timestamp())
+        token = check(self._key, text, now.timestamp())
         if token is None or not snapshot.admits(token.device_pk, token.generation):
             raise DeviceUnauthorizedError(
                 "the session token is missing, wrong or expired", hint="POST /d/v1/token"
@@ -108,7 +110,7 @@ def wrap(behind: WsgiApp) -> Edge:
     """Return the platform's WSGI application; threads start with the first device request."""
     max_age_s = settings.SPARSEFLEET.snapshot_max_age_s
     clock = SystemClock()
-    holder, beats = SnapshotHolder(max_age_s), BeatBuffer(clock)
+    holder, beats = SnapshotHolder(max_age_s), BeatBuffer()
     keeper = Keeper(holder, beats, max_age_s / 2)
     return Edge(behind, holder=holder, beats=beats, keeper=keeper, clock=clock)
 

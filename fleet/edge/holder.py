@@ -10,11 +10,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Final
 
 from django.db import DatabaseError, close_old_connections
 
-from builds.common.clock import Clock
 from fleet.edge.snapshot import Snapshot, snapshot_build, version_read
 from fleet.errors import StaleSnapshotError
 from fleet.services.running import Beat, heartbeats_store
@@ -71,20 +71,18 @@ class SnapshotHolder:
 class BeatBuffer:
     """Polls since the last flush; the newest per device is what counts."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._beats: list[Beat] = []
+    def __init__(self) -> None:
+        self._beats: list[tuple[int, datetime, str | None]] = []
 
-    def add(self, device_pk: int, manifest_sha256: str | None) -> None:
+    def add(self, device_pk: int, at: datetime, manifest_sha256: str | None) -> None:
         """Note one poll; beyond `MAX_BEATS` (a database that is down) new ones are dropped."""
-        beats = self._beats
-        if len(beats) < MAX_BEATS:
-            beats.append(Beat(device_pk, self._clock.now(), manifest_sha256))
+        if len(self._beats) < MAX_BEATS:
+            self._beats.append((device_pk, at, manifest_sha256))
 
     def flush(self) -> int:
         """Write what was noted; return how many devices that were."""
         beats, self._beats = self._beats, []
-        return heartbeats_store(beats=beats) if beats else 0
+        return heartbeats_store(beats=[Beat(*beat) for beat in beats]) if beats else 0
 
 
 class Keeper:

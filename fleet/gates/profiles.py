@@ -73,7 +73,7 @@ LAB: Final = replace(
                 harm_ratio=1.5, safe_ratio=4.0, safe_rate=0.03, dispersion=1.0, weight=0.4
             ),
             Metric.SLOW: MetricSpec(
-                harm_ratio=1.75, safe_ratio=4.0, safe_rate=0.0, dispersion=2.5, weight=0.3
+                harm_ratio=2.0, safe_ratio=4.0, safe_rate=0.0, dispersion=2.5, weight=0.3
             ),
         }
     ),

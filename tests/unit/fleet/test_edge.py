@@ -36,7 +36,7 @@ class Wire:
     def __init__(self, clock: Any, max_age_s: float = 0.5) -> None:
         self.clock = clock
         self.holder = SnapshotHolder(max_age_s)
-        self.beats = BeatBuffer(clock)
+        self.beats = BeatBuffer()
         self.edge = Edge(
             self._behind, holder=self.holder, beats=self.beats, keeper=None, clock=clock
         )
