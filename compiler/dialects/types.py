@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
 from xdsl.dialects.builtin import (
     DYNAMIC_INDEX,
     Float16Type,
@@ -33,9 +32,9 @@ _ELEMENTS: Final[dict[str, Attribute]] = {
 _NUMPY_NAMES: Final[dict[Attribute, str]] = {element: name for name, element in _ELEMENTS.items()}
 
 
-def is_supported_dtype(dtype: np.dtype[Any]) -> bool:
-    """Return whether the IR has an element type for `dtype`."""
-    return dtype.name in _ELEMENTS
+def is_supported_dtype(dtype: str) -> bool:
+    """Return whether the IR has an element type for a numpy type name."""
+    return dtype in _ELEMENTS
 
 
 def tensor_type(

@@ -22,7 +22,7 @@ from compiler.dialects.dims import Dim, fit
 from compiler.dialects.movement import ConcatOp, ExpandOp, ReshapeOp, SliceOp, TransposeOp
 from compiler.dialects.properties import integer, real
 from compiler.dialects.sp import OnnxOp
-from compiler.dialects.types import Tensor, shape_of, tensor_type
+from compiler.dialects.types import Tensor, is_supported_dtype, shape_of, tensor_type
 from compiler.errors import MalformedModelError, UnsupportedOperatorError
 from compiler.frontend import fold_rules
 from compiler.frontend.evaluate import Evaluation
@@ -68,7 +68,7 @@ class FunctionBuilder:
         makers = {name: node for node in self.evaluation.nodes for name in node.outputs if name}
         for name, _ in outputs:
             self._visit(name, makers)
-        results = [self._value(name) for name, _ in outputs]
+        results = [self.value_of(name) for name, _ in outputs]
         self.block.add_op(ReturnOp(*results))
         return FuncOp(
             self.component,
@@ -99,12 +99,19 @@ class FunctionBuilder:
         absorbed = OPERATORS[node.op].absorbed
         return [name for at, name in enumerate(node.inputs) if name and at not in absorbed]
 
-    def _value(self, name: str) -> SSAValue:
+    def value_of(self, name: str) -> SSAValue:
+        """Return the IR value of an ONNX value; constants are made where they are first read.
+
+        Raises:
+            UnsupportedOperatorError: The elements depend on the run-time lengths.
+        """
         if name in self.values:
             return self.values[name]
         array = self.evaluation.constant(name)
-        if array is None and (fill := self.evaluation.uniform(name)) is not None:
-            op = ExpandOp(self._constant(fill), self.shape(name))
+        fill = self.evaluation.uniform(name) if array is None else None
+        shape = self.evaluation.shape(name)
+        if fill is not None and shape is not None:
+            op = ExpandOp(self._constant(fill), shape)
             self.block.add_op(op)
             self.values[name] = op.result
             return op.result
@@ -116,6 +123,7 @@ class FunctionBuilder:
         return self._constant(array)
 
     def _constant(self, array: np.ndarray) -> SSAValue:
+        self._need_element_type(array.dtype.name)
         op = self.constants.add(array)
         key = op.sha256.data
         if key not in self.constant_ops:
@@ -145,7 +153,15 @@ class FunctionBuilder:
             raise UnsupportedOperatorError(
                 f"operator {node.op} (node {node.name}): a size is not linear in the lengths"
             )
+        self._need_element_type(dtype)
         return tensor_type(dtype, shape)
+
+    def _need_element_type(self, dtype: str) -> None:
+        if not is_supported_dtype(dtype):
+            raise UnsupportedOperatorError(
+                f"{self.component}: a value has element type {dtype}",
+                hint="kernels compute in float32; indices are int32 or int64",
+            )
 
     def add(self, op: Operation, node: Node) -> Operation:
         """Append an operation and remember which node it came from."""
@@ -167,7 +183,7 @@ def _roles(roles: Sequence[str]) -> ArrayAttr[DictionaryAttr]:
 def _build_generic(b: FunctionBuilder, node: Node, types: list[Tensor]) -> list[SSAValue]:
     absorbed = OPERATORS[node.op].absorbed
     arguments = [
-        b._value(name) if name else None
+        b.value_of(name) if name else None
         for at, name in enumerate(node.inputs)
         if at not in absorbed
     ]
@@ -176,33 +192,33 @@ def _build_generic(b: FunctionBuilder, node: Node, types: list[Tensor]) -> list[
 
 
 def _build_identity(b: FunctionBuilder, node: Node, _types: list[Tensor]) -> list[SSAValue]:
-    return [b._value(node.inputs[0])]
+    return [b.value_of(node.inputs[0])]
 
 
 def _build_reshape(b: FunctionBuilder, node: Node, _types: list[Tensor]) -> list[SSAValue]:
-    x = b._value(node.inputs[0])
+    x = b.value_of(node.inputs[0])
     return list(b.add(ReshapeOp(x, b.shape(node.outputs[0])), node).results)
 
 
 def _build_expand(b: FunctionBuilder, node: Node, _types: list[Tensor]) -> list[SSAValue]:
-    x = b._value(node.inputs[0])
+    x = b.value_of(node.inputs[0])
     return list(b.add(ExpandOp(x, b.shape(node.outputs[0])), node).results)
 
 
 def _build_transpose(b: FunctionBuilder, node: Node, _types: list[Tensor]) -> list[SSAValue]:
-    x = b._value(node.inputs[0])
+    x = b.value_of(node.inputs[0])
     perm = node.attrs["perm"] or list(range(len(shape_of(x))))[::-1]
     return list(b.add(TransposeOp(x, perm), node).results)
 
 
 def _build_concat(b: FunctionBuilder, node: Node, _types: list[Tensor]) -> list[SSAValue]:
-    parts = [b._value(name) for name in node.inputs]
+    parts = [b.value_of(name) for name in node.inputs]
     axis = axis_of(int(node.attrs["axis"]), len(shape_of(parts[0])))
     return list(b.add(ConcatOp(parts, axis), node).results)
 
 
 def _build_slice(b: FunctionBuilder, node: Node, _types: list[Tensor]) -> list[SSAValue]:
-    x = b._value(node.inputs[0])
+    x = b.value_of(node.inputs[0])
     evaluation = b.evaluation
     per_binding = [
         fold_rules.slices(node, [evaluation.values[n][at] if n else None for n in node.inputs])
@@ -223,7 +239,7 @@ def _build_slice(b: FunctionBuilder, node: Node, _types: list[Tensor]) -> list[S
 
 
 def _build_split(b: FunctionBuilder, node: Node, types: list[Tensor]) -> list[SSAValue]:
-    x = b._value(node.inputs[0])
+    x = b.value_of(node.inputs[0])
     axis = axis_of(int(node.attrs["axis"]), len(shape_of(x)))
     results: list[SSAValue] = []
     start = Dim(0)
@@ -239,7 +255,7 @@ def _build_gather(b: FunctionBuilder, node: Node, types: list[Tensor]) -> list[S
     runtime = b.evaluation.constant(node.inputs[0]) is None
     if index is None or index.ndim > 0 or not runtime:
         return _build_generic(b, node, types)
-    x = b._value(node.inputs[0])
+    x = b.value_of(node.inputs[0])
     axis = axis_of(int(node.attrs["axis"]), len(shape_of(x)))
     start = Dim(int(index)) if index >= 0 else shape_of(x)[axis] + Dim(int(index))
     one = b.add(SliceOp(x, axis, start, Dim(1)), node).results[0]

@@ -163,7 +163,7 @@ def _constant(initializer: onnx.TensorProto) -> Known:
         raise MalformedModelError(
             f"initializer {initializer.name!r} cannot be read: {error}"
         ) from error
-    if not is_supported_dtype(stored.dtype):
+    if not is_supported_dtype(stored.dtype.name):
         raise UnsupportedOperatorError(
             f"initializer {initializer.name!r} has element type {stored.dtype.name}",
             hint="store weights as float32, float16, or int8 behind DequantizeLinear",

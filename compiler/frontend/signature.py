@@ -45,7 +45,8 @@ def input_type(port: Port, info: onnx.ValueInfoProto, component: str) -> tuple[s
     if not info.type.HasField("tensor_type") or not tensor.HasField("shape"):
         raise MalformedModelError(f"{where} is not a tensor with a shape")
     dtype = _dtype(tensor.elem_type, where)
-    if (port.role in _INTEGER_ROLES) != (dtype in ("int64", "int32")):
+    allowed = ("int64", "int32") if port.role in _INTEGER_ROLES else ("float32",)
+    if dtype not in allowed:
         raise MalformedModelError(f"{where} has element type {dtype}")
     sizes = [d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim]
     fitting = [t for t in TEMPLATES[port.role] if len(t) == len(sizes)]

@@ -51,6 +51,8 @@ from compiler.passes.rewriting import erase_dead
 SEE: Final = "see"
 STEP: Final = "step"
 FORWARD: Final = "forward"
+INTEGERS: Final = {"int32", "int64"}
+"""Interchangeable between components: kernels hold all indices in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ def _same_shape(
     component: FuncOp, role: str, wanted: SSAValue, given: SSAValue, lengths: Mapping[str, Dim]
 ) -> None:
     shape = tuple(dim.substitute(lengths) for dim in shape_of(wanted))
-    if shape != shape_of(given) or dtype_of(wanted) != dtype_of(given):
+    kinds = {dtype_of(wanted), dtype_of(given)}
+    if shape != shape_of(given) or (len(kinds) > 1 and kinds != INTEGERS):
         raise MalformedModelError(
             f"{component.sym_name.data}: input of role {role} is {wanted.type},"
             f" the component before it makes {given.type}",

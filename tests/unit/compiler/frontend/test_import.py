@@ -13,6 +13,7 @@ from compiler.dialects.text import parse_module, print_module
 from compiler.errors import MalformedModelError, UnsupportedOperatorError
 from compiler.frontend import import_pipeline
 from compiler.passes.base import ImportedPipeline
+from compiler.passes.pipeline import lower_pipeline
 from tests.factories.onnx_blocks import GraphBuilder, block_model, mlp_block, native_moe_block
 from tests.factories.onnx_models import (
     disguise_submission,
@@ -209,6 +210,16 @@ def test_it_refuses_inputs_of_the_wrong_type(tmp_path: Path) -> None:
     directory = write_submission(tmp_path, {"model": model}, graph_document(model))
     with pytest.raises(MalformedModelError, match="element type int64"):
         import_pipeline(directory)
+
+
+@pytest.mark.parametrize("target", ["INT16", "UINT32", "DOUBLE"])
+def test_it_refuses_element_types_without_kernels(tmp_path: Path, target: str) -> None:
+    def build(b: GraphBuilder, x: str) -> str:
+        cast = b.op("Cast", x, to=onnx.TensorProto.DataType.Value(target))
+        return b.op("Cast", b.op("Add", cast, cast), to=onnx.TensorProto.FLOAT)
+
+    with pytest.raises(UnsupportedOperatorError):
+        lower_pipeline(imported(tmp_path, build))
 
 
 def test_it_finds_ports_that_the_file_does_not_have(tmp_path: Path) -> None:
