@@ -157,8 +157,11 @@ def test_it_tries_a_crashed_codec_again(
         environment.compile_command = ""
     delta.refresh_from_db()
     assert (delta.state, delta.error_code) == ("queued", "build.app.output")
+    assert delta.not_before is not None
+    clock.at = delta.not_before
+    clock.advance(-1)
     assert delta_lease_next(owner="w", clock=clock) is None
-    clock.advance(6)
+    clock.advance(1)
     assert delta_lease_next(owner="w", clock=clock) == delta
 
 

@@ -42,7 +42,7 @@ def test_it_shares_builds_among_two_workers_on_redis(tmp_path: Path) -> None:
         with platform.worker("one", "-c", "1"), platform.worker("two", "-c", "1"):
             wait_until(
                 lambda: all("ready." in platform.log(name) for name in ("one", "two")),
-                90,
+                240,
                 "both workers are up",
             )
             real = (ONNX.read_bytes(), "real", "x86-64-v1", json.dumps(PIPELINE).encode())
@@ -53,7 +53,7 @@ def test_it_shares_builds_among_two_workers_on_redis(tmp_path: Path) -> None:
                     row[0] in {"ready", "failed_app", "failed_user"}
                     for row in platform.ask(STATES).values()
                 ),
-                240,
+                480,
                 "every build has ended",
             )
         assert platform.ask(STATES) == {str(pk): ["ready", 1, ""] for pk in ids}
