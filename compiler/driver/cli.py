@@ -13,13 +13,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from compiler.contract.errors import ContractError
-from compiler.contract.native import NativePlan
-from compiler.contract.pipeline import parse_pipeline
 from compiler.driver.bundle_files import read_bundle, read_report, write_bundle
-from compiler.driver.bundle_simulator import BundleSimulator
-from compiler.driver.cards import read_cards
 from compiler.driver.compile import compile_model
-from compiler.driver.evaluate import answer_cards, score
+from compiler.driver.evaluate import evaluate_bundle
 from compiler.driver.native_check import host_features
 from compiler.driver.options import CompileOptions
 from compiler.errors import CompilerError, UserModelError
@@ -142,17 +138,14 @@ def _explain_line(row: Mapping[str, Any]) -> str:
 
 def _evaluate(options: argparse.Namespace) -> None:
     _, sections = read_bundle(options.bundle)
-    pipeline = parse_pipeline(sections["pipeline"])
-    if pipeline.image is None:
-        raise ContractError("this bundle answers no questions about pictures")
-    cards = read_cards(options.cards, options.set, pipeline.image)
-    cards = cards[: options.most or len(cards)]
-    if options.simulator:
-        outcomes = answer_cards(BundleSimulator(sections), pipeline, cards)
-    else:
-        with NativePlan(sections["kernels"], sections["plan"], sections) as plan:
-            outcomes = answer_cards(plan, pipeline, cards)
-    _print(json.dumps(score(outcomes).to_json(), indent=1))
+    scores = evaluate_bundle(
+        sections,
+        options.cards,
+        stem=options.set,
+        most_cards=options.most or None,
+        in_simulator=options.simulator,
+    )
+    _print(json.dumps(scores.to_json(), indent=1))
 
 
 _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], None]]] = MappingProxyType(

@@ -18,7 +18,7 @@ from compiler.contract.plan import Plan, parse_plan
 from compiler.contract.plan_format import ABI_VERSION
 from compiler.contract.planes import Plane
 from compiler.contract.selftest import SelfTest, parse_selftest
-from compiler.driver.base_grids import base_weights, kept_codes
+from compiler.driver.base_grids import base_parts, base_weights, kept_codes
 from compiler.driver.bundle_simulator import BundleSimulator
 from compiler.driver.cache import StageCache, cache_key, scratch_directory
 from compiler.driver.cards import Card, read_cards
@@ -105,9 +105,12 @@ class _Compilation:
         self.cache = StageCache(options.cache_dir)
         self.clock = StageClock(options.progress)
         self.cards = self._calibration()
-        base = section_digests(options.base_sections)
+        self.base = base_parts(options.base_sections)
         self.provenance = provenance_document(
-            submission_digests(directory, spec), base, target.id, options.selftest_vectors
+            submission_digests(directory, spec),
+            section_digests(self.base),
+            target.id,
+            options.selftest_vectors,
         )
 
     def portable(self) -> Portable:
@@ -124,9 +127,8 @@ class _Compilation:
 
     def _make_portable(self) -> Portable:
         lowered = lower_submission(self.directory, self.clock)
-        options = self.options
         with self.clock.stage("quantise"):
-            base = base_weights(lowered.module, options.base_sections, options.base_planes)
+            base = base_weights(lowered.module, self.base, self.options.base_planes)
             packed = pack_module(lowered.module, base=base)
             kept = kept_codes(packed.packed, base)
             sqnr = sqnr_rows(lowered.module, packed.packed)

@@ -1,12 +1,17 @@
 """How often a plan answers as expected: the loop of a device over an evaluation set."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from compiler.contract.canonical import Json
-from compiler.contract.pipeline import Pipeline
+from compiler.contract.errors import ContractError
+from compiler.contract.native import NativePlan
+from compiler.contract.pipeline import Pipeline, parse_pipeline
 from compiler.contract.session import Answer, PlanRunner, Session
-from compiler.driver.cards import Card, Question
+from compiler.driver.bundle_simulator import BundleSimulator
+from compiler.driver.cards import Card, Question, read_cards
+from compiler.errors import MalformedModelError
 
 P99 = 0.99
 
@@ -56,6 +61,39 @@ class Scores:
             "cut_off_ratio": round(self.cut_off_ratio, 4),
             "calls": self.calls,
         }
+
+
+def evaluate_bundle(
+    sections: Mapping[str, bytes],
+    directory: Path,
+    *,
+    stem: str = "evaluation",
+    most_cards: int | None = None,
+    in_simulator: bool = False,
+) -> Scores:
+    """Return how a bundle scores on a data set, natively or in the simulator.
+
+    Args:
+        sections: All sections of the bundle; natively, this machine must run its kernels.
+        directory: Where `<stem>.json` and `<stem>.npz` are, format `sparsefleet.cards/1`.
+        stem: Which set.
+        most_cards: Only the first so many cards.
+        in_simulator: Run the bit-exact simulator instead, some hundred times slower.
+
+    Raises:
+        MalformedModelError: The set is malformed, or empty.
+        ContractError: The bundle sees no pictures, does not load, or a word is unknown.
+    """
+    pipeline = parse_pipeline(sections["pipeline"])
+    if pipeline.image is None:
+        raise ContractError("this bundle answers no questions about pictures")
+    cards = read_cards(directory, stem, pipeline.image)[:most_cards]
+    if not any(card.questions for card in cards):
+        raise MalformedModelError(f"the {stem} set asks nothing")
+    if in_simulator:
+        return score(answer_cards(BundleSimulator(sections), pipeline, cards))
+    with NativePlan(sections["kernels"], sections["plan"], sections) as plan:
+        return score(answer_cards(plan, pipeline, cards))
 
 
 def answer_cards(runner: PlanRunner, pipeline: Pipeline, cards: Sequence[Card]) -> list[Outcome]:
