@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 from typing import Final
 
-from django.db import transaction
 from django.db.models import F, Q, QuerySet
 
 from builds.common.audit import audit
@@ -27,7 +26,7 @@ from fleet.models import (
     UpdateTransition,
 )
 from fleet.services.stages import stage_move
-from fleet.services.versions import fleet_version_bump
+from fleet.services.versions import fleet_atomic, fleet_version_bump
 from fleet.states import (
     CANCELLABLE_STATES,
     OPEN_STATES,
@@ -92,7 +91,7 @@ def updates_withdraw(*, rollout: Rollout, reason: str, now: datetime) -> int:
         rollout=rollout, kind=OfferKind.INSTALL.value, state__in=_CANCELLABLE
     )
     while True:
-        with transaction.atomic():
+        with fleet_atomic():
             batch = list(rows.select_for_update(of=("self",)).order_by("pk")[:CANCEL_BATCH])
             for update in batch:
                 _end(update, UpdateEvent.CANCEL, reason, now)

@@ -31,7 +31,7 @@ from fleet.errors import DeviceStateError, SerialTakenError
 from fleet.models import ClaimToken, Device, DeviceTransition, Fingerprint, Update, UpdateTransition
 from fleet.models.devices import CLASS_PATTERN
 from fleet.services.claims import claim_check, claim_use
-from fleet.services.versions import fleet_version_bump
+from fleet.services.versions import fleet_atomic, fleet_version_bump
 from fleet.states import (
     DEVICE_TRANSITIONS,
     OPEN_STATES,
@@ -136,7 +136,7 @@ def device_token(*, device_id: str, thumbprint: str, clock: Clock | None = None)
     )
 
 
-@transaction.atomic
+@fleet_atomic()
 def device_admit(*, actor: Actor, device_pk: int, event: DeviceEvent, reason: str = "") -> Device:
     """Accept, reject or retire a device. A retired one loses its token and its open update.
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from django.db import transaction
-
 from builds.common.clock import Clock, SystemClock
 from builds.common.enqueue import Task, enqueue
 from builds.common.errors import IllegalTransitionError, InvalidInputError, NotFoundError
@@ -19,7 +17,7 @@ from compiler.contract.protocol import TERMINAL_STATES, UpdateReport, UpdateStat
 from fleet.errors import ReportContradictsError
 from fleet.models import Device, Update, UpdateReportRow, UpdateTransition
 from fleet.services.running import device_runs
-from fleet.services.versions import fleet_version_bump
+from fleet.services.versions import fleet_atomic, fleet_version_bump
 from fleet.states import ACTIVATED_STATES, REPORT_EVENTS, UPDATE_TRANSITIONS
 
 MAX_CODE: Final = 64
@@ -34,7 +32,7 @@ class ReportOutcome:
     was_applied: bool
 
 
-@transaction.atomic
+@fleet_atomic()
 def update_report(
     *, device_pk: int, report: UpdateReport, clock: Clock | None = None
 ) -> ReportOutcome:

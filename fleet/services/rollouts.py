@@ -6,8 +6,6 @@ fleet version, and the audit chain last.
 
 import secrets
 
-from django.db import transaction
-
 from builds.common.audit import audit
 from builds.common.auth import Actor, require
 from builds.common.clock import Clock, SystemClock
@@ -27,13 +25,14 @@ from fleet.services.plans import (
     subject_of,
 )
 from fleet.services.stages import next_stage_open, stage_move
+from fleet.services.versions import fleet_atomic
 from fleet.states import RolloutEvent, RolloutState, StageEvent, StageState
 
 SALT_BYTES = 12
 MAX_NAME = 100
 
 
-@transaction.atomic
+@fleet_atomic()
 def rollout_create(*, actor: Actor, request: RolloutRequest, clock: Clock | None = None) -> Rollout:
     """Make a rollout; it asks for missing bundles at once and is `ready` when all are there.
 
@@ -79,7 +78,7 @@ def rollout_create(*, actor: Actor, request: RolloutRequest, clock: Clock | None
     return rollout
 
 
-@transaction.atomic
+@fleet_atomic()
 def rollout_approve(*, actor: Actor, rollout_id: int, clock: Clock | None = None) -> Rollout:
     """Approve a rollout that somebody else made.
 
@@ -98,7 +97,7 @@ def rollout_approve(*, actor: Actor, rollout_id: int, clock: Clock | None = None
     return rollout
 
 
-@transaction.atomic
+@fleet_atomic()
 def rollout_start(*, actor: Actor, rollout_id: int, clock: Clock | None = None) -> Rollout:
     """Start a rollout, or note that it shall start as soon as it is ready.
 
@@ -120,7 +119,7 @@ def rollout_start(*, actor: Actor, rollout_id: int, clock: Clock | None = None) 
     return rollout
 
 
-@transaction.atomic
+@fleet_atomic()
 def rollout_pause(
     *, actor: Actor, rollout_id: int, reason: str = "", clock: Clock | None = None
 ) -> Rollout:
@@ -128,7 +127,7 @@ def rollout_pause(
     return _simple(actor, rollout_id, RolloutEvent.PAUSE, reason, clock, Permission.ROLLOUT_HALT)
 
 
-@transaction.atomic
+@fleet_atomic()
 def rollout_resume(
     *, actor: Actor, rollout_id: int, reason: str = "", clock: Clock | None = None
 ) -> Rollout:
@@ -149,19 +148,19 @@ def rollout_halt(
         IllegalTransitionError: The rollout is not under way.
     """
     now = (clock or SystemClock()).now()
-    with transaction.atomic():
+    with fleet_atomic():
         rollout = _simple(
             actor, rollout_id, RolloutEvent.HALT, reason, clock, Permission.ROLLOUT_HALT
         )
     updates_withdraw(rollout=rollout, reason=_text("halted", reason), now=now)
-    with transaction.atomic():
+    with fleet_atomic():
         stages_close(
             locked(rollout_id), event=StageEvent.HOLD, reason=_text("halted", reason), now=now
         )
     return rollout
 
 
-@transaction.atomic
+@fleet_atomic()
 def rollout_cancel(
     *, actor: Actor, rollout_id: int, reason: str = "", clock: Clock | None = None
 ) -> Rollout:
@@ -174,7 +173,7 @@ def rollout_cancel(
     return rollout
 
 
-@transaction.atomic
+@fleet_atomic()
 def rollout_rollback(
     *, actor: Actor, rollout_id: int, reason: str = "", clock: Clock | None = None
 ) -> Rollout:
@@ -200,7 +199,7 @@ def rollout_rollback(
     return rollout
 
 
-@transaction.atomic
+@fleet_atomic()
 def rollout_promote(
     *, actor: Actor, rollout_id: int, reason: str, clock: Clock | None = None
 ) -> Rollout:

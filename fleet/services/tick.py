@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from typing import Final
 
-from django.db import transaction
-
 from builds.common.clock import Clock, SystemClock
 from builds.common.errors import ApplicationError, NotFoundError
 from fleet.models import Rollout
@@ -27,6 +25,7 @@ from fleet.services.rollouts import gate_of, locked
 from fleet.services.signatures import nonces_forget
 from fleet.services.stages import offers_release
 from fleet.services.telemetry import batches_forget
+from fleet.services.versions import fleet_atomic
 from fleet.states import RolloutState
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ def fleet_tick(*, clock: Clock | None = None) -> int:
     return len(pks)
 
 
-@transaction.atomic
+@fleet_atomic()
 def rollout_look(*, rollout_id: int, clock: Clock | None = None) -> RolloutState:
     """Do what is due for one rollout now, and return its state.
 
