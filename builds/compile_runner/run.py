@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from django.conf import settings
+from django.db import OperationalError
 from django.utils import timezone
 
 from builds.common.errors import ApplicationError
@@ -120,6 +121,7 @@ class Follower:
     progress: float = 0.0
     lines: int = 0
     is_read: bool = False
+    unsaved: list[LogEntry] = field(default_factory=list)
     beat_at: float = field(default=float("-inf"))
 
     def follow(self, batches: Iterable[Sequence[Event]]) -> None:
@@ -130,10 +132,10 @@ class Follower:
             CompileFailure: As `listen` says.
         """
         for batch in batches:
-            entries = [entry for event in batch for entry in self._take(event)]
+            self.unsaved += [entry for event in batch for entry in self._take(event)]
             patience = settings.SPARSEFLEET.build_lease_s / HEARTBEATS_PER_LEASE
-            if entries or batch or self.now() - self.beat_at > patience:
-                self._beat(entries)
+            if batch or self.unsaved or self.now() - self.beat_at > patience:
+                self._beat()
 
     def _take(self, event: Event) -> list[LogEntry]:
         if isinstance(event, Progress):
@@ -151,14 +153,19 @@ class Follower:
             return []
         return [LogEntry(timezone.now(), level, text)]
 
-    def _beat(self, entries: Sequence[LogEntry]) -> None:
-        build_heartbeat(
-            job=self.job,
-            owner=self.owner,
-            stage=self.stage,
-            progress=self.progress,
-            lines=entries,
-        )
+    def _beat(self) -> None:
+        try:
+            build_heartbeat(
+                job=self.job,
+                owner=self.owner,
+                stage=self.stage,
+                progress=self.progress,
+                lines=self.unsaved,
+            )
+        except OperationalError as error:  # busy or away for a moment: the lease outlives that
+            logger.warning("%s: no heartbeat now: %s", self.job, error)
+            return
+        self.unsaved = []
         self.beat_at = self.now()
         if not self.is_read and self.stage not in READING_STAGES:
             self.is_read = True

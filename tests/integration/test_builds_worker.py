@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.db import OperationalError, connection
 
 from builds.compile_runner import slot
 from builds.compile_runner.checks import check_run_one
-from builds.compile_runner.run import build_run_one
+from builds.compile_runner.protocol import Log
+from builds.compile_runner.run import Follower, build_run_one
 from builds.errors import CompileFailure, LeaseLostError
 from builds.models import Bundle, BundleSection, ModelVersion, VersionCheck
+from builds.services.jobs import build_lease_next
 from builds.services.signing import keys_generate, repositories_init
 from builds.services.upkeep import everything_due
 from builds.services.version_checks import (
@@ -183,6 +186,23 @@ def test_it_does_everything_by_the_tick_when_every_message_is_lost(clock: FakeCl
     states = {type(job).objects.get(pk=job.pk).state for job in jobs}
     assert states == {"ready"}
     assert Bundle.objects.count() == 3
+
+
+def test_it_compiles_on_while_the_database_is_busy(clock: FakeClock) -> None:
+    job = make_job(submitted(b"ok"))
+    leased = build_lease_next(owner="w1", job_id=job.pk, clock=clock)
+    assert leased is not None
+    follower = Follower(leased, "w1")
+    refusals = ["database is locked", "the server closed the connection"]
+
+    def busy(execute: Any, sql: str, *rest: Any) -> Any:
+        if sql.startswith("UPDATE") and refusals:
+            raise OperationalError(refusals.pop())
+        return execute(sql, *rest)
+
+    with connection.execute_wrapper(busy):
+        follower.follow([[Log("info", "a")], [Log("info", "b")], [Log("info", "c")], []])
+    assert [line.text for line in job.log.all()] == ["a", "b", "c"]
 
 
 def checked(script: bytes) -> tuple[ModelVersion, VersionCheck]:
