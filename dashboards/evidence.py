@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from compiler.contract.telemetry import Sketch
+from compiler.contract.telemetry import BUCKETS_PER_OCTAVE, Sketch
 from dashboards.charts import Chart, Level, Line, Mark, line_chart, round_ticks
 from fleet.gates import (
     PROFILES,
@@ -338,11 +338,16 @@ def _cumulative(sketch: Sketch) -> tuple[tuple[float, float], ...]:
     points: list[tuple[float, float]] = []
     seen = 0
     for index in sorted(sketch.buckets):
-        low, high = index / 32 * math.log10(2), (index + 1) / 32 * math.log10(2)
-        points.append((low, seen / total))
+        if not points:
+            points.append((_bucket_edge(index), 0.0))
         seen += sketch.buckets[index]
-        points.append((high, seen / total))
+        points.append((_bucket_edge(index + 1), seen / total))
     return tuple(points)
+
+
+def _bucket_edge(index: int) -> float:
+    """Return log10 of the lower edge of a bucket, in milliseconds."""
+    return index / BUCKETS_PER_OCTAVE * math.log10(2)
 
 
 def _latency_ticks(low: float, high: float) -> list[tuple[float, str]]:

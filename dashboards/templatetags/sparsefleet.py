@@ -23,6 +23,7 @@ _OBJECT_ROUTES: Final[Mapping[str, str]] = {
     "fleet.device": "device-detail",
     "fleet.rollout": "rollout-detail",
 }
+_NOTHING: Final[tuple[object, ...]] = (None, "", [], {})
 _STEPS: Final = ((86_400 * 2, 86_400, "d"), (3_600, 3_600, "h"), (60, 60, "m"))
 
 
@@ -72,10 +73,11 @@ def share(part: object, whole: object) -> str:
 
 @register.filter
 def facts(document: object) -> str:
-    """Return a flat JSON object as `name: value` words; digests are cut."""
+    """Return a flat JSON object as `name: value` words; empty values go, digests are cut."""
     if not isinstance(document, Mapping):
         return str(document)
-    return ", ".join(f"{name}: {_fact(value)}" for name, value in document.items())
+    shown = [(name, value) for name, value in document.items() if value not in _NOTHING]
+    return ", ".join(f"{name.replace('_', ' ')}: {_fact(value)}" for name, value in shown)
 
 
 @register.filter
@@ -233,6 +235,8 @@ def as_number(value: object) -> float | None:
 
 
 def _fact(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     text = str(value)
     return f"{text[:12]}…" if len(text) == SHA256_LETTERS and text.isalnum() else text
 

@@ -134,7 +134,7 @@ def device_page(*, device_pk: int) -> DeviceDetail:
         raise NotFoundError(f"there is no device {device_pk}")
     updates = (
         Update.objects.select_related("bundle__version", "base_bundle__version", "rollout")
-        .defer("bundle__manifest", "base_bundle__manifest")
+        .defer("bundle__manifest", "base_bundle__manifest", "rollout__gate")
         .filter(device=device)
     )
     return DeviceDetail(
@@ -161,7 +161,11 @@ def _history(device: Device) -> tuple[LogEntry, ...]:
         text = f"{step.subject.bundle.version.version}: {step.new.replace('_', ' ')}"
         kind = "rollback" if step.subject.kind == "rollback" else "update"
         entries.append(LogEntry(step.at, kind, text, step.reason))
-    joined = Enrolment.objects.filter(device=device).select_related("stage", "rollout__version")
+    joined = (
+        Enrolment.objects.filter(device=device)
+        .select_related("stage", "rollout__version")
+        .defer("stage__ledger", "rollout__gate", "baseline")
+    )
     for enrolment in joined.order_by("-pk")[:MAX_HISTORY]:
         text = (
             f"joined stage {enrolment.stage.index + 1} of rollout {enrolment.rollout_id} "

@@ -192,4 +192,8 @@ def stages_held() -> QuerySet[Stage]:
         state=StageState.HELD.value,
         rollout__state__in=(RolloutState.RUNNING.value, RolloutState.PAUSED.value),
     )
-    return held.select_related("rollout__model", "rollout__version").order_by("-pk")
+    return (
+        held.defer("ledger", "rollout__gate")
+        .select_related("rollout__model", "rollout__version")
+        .order_by("-pk")
+    )

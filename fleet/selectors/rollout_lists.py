@@ -28,8 +28,10 @@ class RolloutRow:
 
 def rollout_rows(*, state: str = "", text: str = "") -> QuerySet[Rollout]:
     """Return rollouts, newest first, for keyset paging by primary key. Two queries with stages."""
-    rows = Rollout.objects.select_related("model", "version", "base_version", "group")
-    rows = rows.prefetch_related(Prefetch("stages", queryset=Stage.objects.order_by("index")))
+    rows = Rollout.objects.select_related("model", "version", "base_version", "group").defer("gate")
+    rows = rows.prefetch_related(
+        Prefetch("stages", queryset=Stage.objects.defer("ledger").order_by("index"))
+    )
     if state:
         rows = rows.filter(state=state)
     if text:

@@ -32,6 +32,7 @@ MAX_DEVICES = 50
 MAX_LOG = 80
 MAX_POINTS = 240
 MAX_SKETCHES = 400
+IDLE_ACTIONS = ("", "wait")
 _OPEN = [state.value for state in OPEN_STATES]
 _CURRENT = (StageState.RUNNING.value, StageState.SOAKING.value, StageState.HELD.value)
 
@@ -165,7 +166,10 @@ def rollout_page(*, rollout_id: int) -> RolloutDetail:
         slow_ms=slow_ms,
         look_count=len(look_ids),
         points=_points(look_ids),
-        last_look=GateLook.objects.select_related("stage").filter(pk__in=look_ids[-1:]).first(),
+        last_look=GateLook.objects.select_related("stage")
+        .defer("stage__ledger")
+        .filter(pk__in=look_ids[-1:])
+        .first(),
         devices=devices,
         device_count=device_count,
         log=_log(rollout),
@@ -191,7 +195,7 @@ def _stage_cards(rollout: Rollout) -> tuple[StageCard, ...]:
         states.setdefault(stage_id, {})[state] = count
     cards = []
     before = 0
-    for stage in Stage.objects.filter(rollout=rollout).order_by("index"):
+    for stage in Stage.objects.filter(rollout=rollout).defer("ledger").order_by("index"):
         up_to = stage.treatment_target if stage.treatment_target is not None else before
         counts = states.get(stage.pk, {})
         treated = enrolled.get((stage.pk, Arm.TREATMENT.value), 0)
@@ -299,7 +303,9 @@ def _devices(rollout: Rollout) -> tuple[tuple[RolloutDevice, ...], int]:
             "device__heartbeat",
             "device__running_bundle__version",
         )
-        .defer("device__running_bundle__manifest")
+        .defer(
+            "stage__ledger", "baseline", "device__public_key", "device__running_bundle__manifest"
+        )
     )
     for enrolment in joined.order_by("stage__index", "pk"):
         newest[enrolment.device_id] = enrolment
@@ -327,14 +333,20 @@ def _device_row(enrolment: Enrolment, update: Update | None) -> RolloutDevice:
 
 def _log(rollout: Rollout) -> tuple[LogEntry, ...]:
     """Return transitions and acts of the gate, newest first; a reason is told once."""
-    acted = GateLook.objects.filter(rollout=rollout).exclude(action="").order_by("-pk")
+    acted = (
+        GateLook.objects.filter(rollout=rollout).exclude(action__in=IDLE_ACTIONS).order_by("-pk")
+    )
     looks = acted.values_list("at", "decision", "action", "verdict__reasons")[:MAX_LOG]
     entries = [
         LogEntry(at, "gate", f"{_words(decision)}: {_words(action)}", "; ".join(reasons or ()))
         for at, decision, action, reasons in looks
     ]
     told = {entry.reason for entry in entries}
-    steps = StageTransition.objects.filter(subject__rollout=rollout).select_related("subject")
+    steps = (
+        StageTransition.objects.filter(subject__rollout=rollout)
+        .select_related("subject")
+        .defer("subject__ledger")
+    )
     entries += [
         LogEntry(step.at, f"stage {step.subject.index + 1}", _words(step.new), step.reason)
         for step in steps.order_by("-pk")[:MAX_LOG]

@@ -109,5 +109,8 @@ def test_it_draws_an_empty_bar_for_nothing() -> None:
     assert "rect" not in str(tags.bar(total=0, label="x"))
 
 
-def test_it_cuts_digests_in_facts() -> None:
-    assert tags.facts({"sha": "a" * 64, "n": 3}) == "sha: aaaaaaaaaaaa…, n: 3"
+def test_it_cuts_digests_and_leaves_out_what_is_empty_in_facts() -> None:
+    assert tags.facts({"sha": "a" * 64, "n_t": 0}) == "sha: aaaaaaaaaaaa…, n t: 0"
+    assert (
+        tags.facts({"a": None, "b": "", "c": {}, "d": [], "e": True, "f": False}) == "e: yes, f: no"
+    )
