@@ -166,22 +166,14 @@ def line_chart(
     ys = [y for _, points in drawn for _, y in points] + [level.y for level in levels]
     x_ends = _ends(x_range or (min(xs), max(xs)))
     y_ends = _ends(y_range or _padded(min(ys), max(ys)))
-    x_labels = _labels(x_ends) if x_ticks is None else x_ticks
-    y_labels = _labels(y_ends) if y_ticks is None else y_ticks
-
-    def drawing(frame: Frame) -> Drawing:
-        x_axis = Axis(*x_ends, frame.left, frame.right)
-        y_axis = Axis(*y_ends, frame.bottom, frame.top)
-        return Drawing(
-            frame=frame,
-            lines=tuple(_draw(line, points, x_axis, y_axis) for line, points in drawn),
-            levels=tuple(_level(level, y_axis, frame) for level in levels),
-            marks=tuple(_mark(mark, x_axis, frame) for mark in marks),
-            x_ticks=_ticks(x_axis, _thinned(x_labels, frame.x_labels)),
-            y_ticks=_ticks(y_axis, y_labels),
-        )
-
-    return Chart(title, summary, x_title, (drawing(WIDE), drawing(COMPACT)))
+    scale = _Scale(
+        x_ends,
+        y_ends,
+        _labels(x_ends) if x_ticks is None else x_ticks,
+        _labels(y_ends) if y_ticks is None else y_ticks,
+    )
+    drawings = tuple(_drawing(frame, scale, drawn, levels, marks) for frame in (WIDE, COMPACT))
+    return Chart(title, summary, x_title, drawings)
 
 
 def round_ticks(low: float, high: float, count: int = MAX_TICKS) -> tuple[float, ...]:
@@ -205,6 +197,35 @@ def label_of(value: float) -> str:
     digits = max(0, 1 - math.floor(math.log10(abs(value)) + 1e-9))
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Ends and labels of both axes."""
+
+    x_ends: tuple[float, float]
+    y_ends: tuple[float, float]
+    x_labels: Sequence[tuple[float, str]]
+    y_labels: Sequence[tuple[float, str]]
+
+
+def _drawing(
+    frame: Frame,
+    scale: _Scale,
+    drawn: Sequence[tuple[Line, Sequence[Point]]],
+    levels: Sequence[Level],
+    marks: Sequence[Mark],
+) -> Drawing:
+    x_axis = Axis(*scale.x_ends, frame.left, frame.right)
+    y_axis = Axis(*scale.y_ends, frame.bottom, frame.top)
+    return Drawing(
+        frame=frame,
+        lines=tuple(_draw(line, points, x_axis, y_axis) for line, points in drawn),
+        levels=tuple(_level(level, y_axis, frame) for level in levels),
+        marks=tuple(_mark(mark, x_axis, frame) for mark in marks),
+        x_ticks=_ticks(x_axis, _thinned(scale.x_labels, frame.x_labels)),
+        y_ticks=_ticks(y_axis, scale.y_labels),
+    )
 
 
 def _ends(ends: tuple[float, float]) -> tuple[float, float]:
