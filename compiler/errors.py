@@ -7,7 +7,8 @@ class CompilerError(Exception):
     """Root of everything the compiler raises on purpose.
 
     Attributes:
-        code: Stable, dotted identifier; `build.user.*` is the submitter's fault, `build.app.*` ours.
+        code: Stable, dotted identifier; `build.user.*` is the submitter's fault, `build.app.*`
+            ours.
         hint: What the reader can do about it, or an empty string.
         retryable: Whether the same input may succeed when tried again.
     """
@@ -27,7 +28,7 @@ class UserModelError(CompilerError):
 
 
 class UnsupportedOperatorError(UserModelError):
-    """A node uses an operator without a kernel; the message names operator, node and what is supported."""
+    """An operator without a kernel; the message names it, its node and what is supported."""
 
     code: ClassVar[str] = "build.user.unsupported_op"
 
@@ -46,6 +47,6 @@ class ToolchainError(CompilerError):
 
 
 class SelfTestError(CompilerError):
-    """The shipped native code and the bit-exact simulator disagree; the bundle must not be signed."""
+    """Native code and the bit-exact simulator disagree; the bundle must not be signed."""
 
     code: ClassVar[str] = "build.app.self_test"

