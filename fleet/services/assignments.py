@@ -1,6 +1,7 @@
 """The director's answer to one device: which bundle, for whom, signed, with the device's nonce."""
 
 import re
+from datetime import datetime
 from typing import Final
 
 from django.db import transaction
@@ -40,33 +41,12 @@ def update_assignment(
     """
     if _NONCE.fullmatch(nonce) is None:
         raise InvalidInputError(f"nonce must be {2 * NONCE_BYTES} lower-case hexadecimal digits")
-    now = (clock or SystemClock()).now()
-    update = (
-        Update.objects.select_for_update(of=("self",))
-        .select_related(
-            "bundle__version",
-            "bundle__target",
-            "device__running_bundle__version",
-            "delta",
-            "rollout",
-        )
-        .filter(pk=update_id, device_id=device_pk)
-        .first()
-    )
-    if update is None:
-        raise NotFoundError(f"this device has no update {update_id}")
+    update = _locked(device_pk, update_id)
     if not is_offered(update):
         raise UpdateCancelledError(f"update {update_id} is {update.state} and may not proceed")
     delta = _usable_delta(update)
     if update.state == UpdateState.QUEUED:
-        apply_transition(
-            update,
-            table=UPDATE_TRANSITIONS,
-            event=UpdateEvent.OFFER,
-            log=UpdateTransition,
-            actor=f"device:{device_pk}",
-            changes={"offered_at": now, "reported_at": now, "used_delta": delta is not None},
-        )
+        _note_offer(update, delta, (clock or SystemClock()).now())
     Device.objects.filter(pk=device_pk).update(assignment_seq=F("assignment_seq") + 1)
     device = Device.objects.only("device_id", "key_thumbprint", "assignment_seq").get(pk=device_pk)
     return assignment_sign(
@@ -79,6 +59,35 @@ def update_assignment(
         delta=delta,
         security_floor=_security_floor(update),
         clock=clock,
+    )
+
+
+def _locked(device_pk: int, update_id: int) -> Update:
+    update = (
+        Update.objects.select_for_update(of=("self",))
+        .select_related(
+            "bundle__version__model",
+            "bundle__target",
+            "device__running_bundle__version",
+            "delta",
+            "rollout",
+        )
+        .filter(pk=update_id, device_id=device_pk)
+        .first()
+    )
+    if update is None:
+        raise NotFoundError(f"this device has no update {update_id}")
+    return update
+
+
+def _note_offer(update: Update, delta: Delta | None, now: datetime) -> None:
+    apply_transition(
+        update,
+        table=UPDATE_TRANSITIONS,
+        event=UpdateEvent.OFFER,
+        log=UpdateTransition,
+        actor=f"device:{update.device_id}",
+        changes={"offered_at": now, "reported_at": now, "used_delta": delta is not None},
     )
 
 
