@@ -254,7 +254,7 @@ class DeltaOffer:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The `custom` part of a director's TUF targets document: the whole state wanted of a device."""
+    """The `custom` part of a director's targets document: the whole state a device shall have."""
 
     device_id: str
     key_thumbprint: str
