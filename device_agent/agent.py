@@ -229,6 +229,7 @@ class Agent:
             engine=self.engine,
             host=self.host,
             probation_watch=self.probation,
+            require_wanted=self.poller.watch.require_wanted_now,
         )
 
     def _watched(self, state: State, step: Step) -> Step:

@@ -6,7 +6,7 @@ anything else    -> one write makes the old one the running one -> swap
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from device_agent.config import AgentConfig
@@ -27,7 +27,11 @@ log = logging.getLogger("device_agent.update")
 
 @dataclass(frozen=True, slots=True)
 class SwitchSteps:
-    """What the steps work with."""
+    """What the steps work with.
+
+    Attributes:
+        require_wanted: Asks the server; raises when it withdrew the update.
+    """
 
     config: AgentConfig
     store: ObjectStore
@@ -36,9 +40,10 @@ class SwitchSteps:
     engine: Engine
     host: SessionHost
     probation_watch: Probation
+    require_wanted: Callable[[UpdateContext], None]
 
     def activate(self, context: UpdateContext) -> StepResult:
-        """Self-test in a child, load, make it the running bundle, swap."""
+        """Self-test in a child, load, ask once more, make it the running bundle, swap."""
         table = self.slots.table
         if slot_fact(self.slots, context.manifest_sha256) is SlotFact.NOT_RUNNING:
             staged = table.other
@@ -47,8 +52,9 @@ class SwitchSteps:
             self.engine.self_test(staged)
             answerer = self.engine.start(staged)
             try:
+                self.require_wanted(context)
                 self.slots.activate()
-            except AgentError:
+            except BaseException:
                 answerer.close()
                 raise
             self.probation_watch.begin(context.manifest_sha256)

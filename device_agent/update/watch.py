@@ -50,8 +50,15 @@ class OfferWatch:
             CancelledError: The server shows no offer, or another one.
         """
         self._clock.sleep(0.0)  # where an agent that shall stop leaves a transfer
-        if not self.due():
-            return
+        if self.due():
+            self.require_wanted_now(context)
+
+    def require_wanted_now(self, context: UpdateContext) -> None:
+        """Poll at once: the last chance before the new bundle runs.
+
+        Raises:
+            CancelledError: The server shows no offer, or another one.
+        """
         try:
             answer = self._poll()
         except AgentError as error:

@@ -8,6 +8,7 @@ import pytest
 from compiler.contract.canonical import sha256_hex
 from compiler.contract.protocol import OfferKind, UpdateState
 from device_agent.states import State
+from device_agent.storage.slots import Pointer
 from tests.simulators.bundles import ToyBundle, ToySpec, toy_bundle
 from tests.simulators.device import Device
 from tests.simulators.release_server import Fault, ReleaseServer
@@ -213,9 +214,11 @@ class TestNetwork:
     def test_it_lives_through_a_server_that_hangs(
         self, server: ReleaseServer, start: Start, v1: ToyBundle, v2: ToyBundle, kind: str
     ) -> None:
-        device = start(read_timeout_s=0.1)
-        device.install(v1)
-        server.fail(kind, *[Fault(delay_s=0.3)] * 2)
+        first = start()
+        first.install(v1)
+        first.stop()
+        device = start(read_timeout_s=0.3)
+        server.fail(kind, *[Fault(delay_s=0.5)] * 2)
         update = server.offer(v2)
         device.take(update)
         assert update.outcome is UpdateState.SUCCEEDED
@@ -234,8 +237,10 @@ class TestNetwork:
         kind: str,
         code: str,
     ) -> None:
-        device = start(read_timeout_s=0.05, update_deadline_s=0.3)
-        device.install(v1)
+        first = start()
+        first.install(v1)
+        first.stop()
+        device = start(read_timeout_s=0.1, update_deadline_s=0.3)
         server.fail(kind, *[Fault(delay_s=0.2)] * 100)
         update = device.take(server.offer(v2))
         assert (update.outcome, device.code) == (UpdateState.FAILED, code)
@@ -285,6 +290,39 @@ class TestCancelling:
         assert update.outcome is UpdateState.CANCELLED
         assert server.sent_bytes["blob"] > 0
         assert device.says() == "1"
+
+    def test_it_does_not_activate_what_was_withdrawn_during_the_self_test(
+        self, server: ReleaseServer, device: Device, v1: ToyBundle, v2: ToyBundle
+    ) -> None:
+        update = server.offer(v2)
+        engine = device.agent.engine
+        self_test = engine.self_test
+
+        def withdraw_meanwhile(pointer: Pointer) -> None:
+            self_test(pointer)
+            update.live = False
+
+        engine.self_test = withdraw_meanwhile
+        device.run(lambda: update.outcome is not None)
+        assert update.outcome is UpdateState.CANCELLED
+        assert UpdateState.PROBATION not in update.states
+        assert device.agent.engine.started.count("2") == 1, "it was loaded, and never ran"
+        assert device.says() == "1"
+        keeps(device, v1)
+
+    def test_it_activates_when_the_server_is_away_at_that_moment(
+        self, server: ReleaseServer, device: Device, v2: ToyBundle
+    ) -> None:
+        update = server.offer(v2)
+        engine = device.agent.engine
+        self_test = engine.self_test
+
+        def go_away(pointer: Pointer) -> None:
+            self_test(pointer)
+            server.fail("poll", Fault(drop=True))
+
+        engine.self_test = go_away
+        assert device.take(update).outcome is UpdateState.SUCCEEDED
 
     def test_it_takes_the_newer_offer_instead(
         self, server: ReleaseServer, device: Device, v2: ToyBundle
