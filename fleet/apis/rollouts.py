@@ -20,9 +20,10 @@ from fleet.apis.schemas import (
     RolloutIn,
     RolloutOut,
     RolloutPage,
+    UpdatePage,
 )
 from fleet.cohorts import Goal
-from fleet.models import Rollout
+from fleet.models import Rollout, Update
 from fleet.selectors.listing import (
     last_look,
     look_list,
@@ -30,6 +31,7 @@ from fleet.selectors.listing import (
     rollout_counts,
     rollout_get,
     rollout_list,
+    rollout_updates,
 )
 from fleet.services import rollouts as services
 from fleet.services.plans import RolloutRequest, rollout_preview
@@ -113,6 +115,17 @@ def one_rollout_get(request: HttpRequest, rollout_id: int) -> Rollout:
     """Return one rollout with its stages, counts and the newest look of its gate."""
     require(request_actor(request), Permission.VIEW)
     return rollout_get(rollout_id)
+
+
+@router.get("/rollouts/{rollout_id}/updates", response=UpdatePage, operation_id="rollout_updates")
+def updates_get(
+    request: HttpRequest, rollout_id: int, limit: Limit, cursor: Cursor, kind: Filter, state: Filter
+) -> Page[Update]:
+    """List the updates of a rollout, newest first; every filter is optional."""
+    require(request_actor(request), Permission.VIEW)
+    rollout_get(rollout_id)
+    rows = rollout_updates(rollout_id, kind=kind, state=state)
+    return page_of(rows, limit=limit, cursor=cursor)
 
 
 @router.get(

@@ -114,6 +114,7 @@ class DeviceOut(Schema):
 
 class UpdateOut(Schema):
     id: int
+    device_id: int = Field(..., description="Row of the device, its `id`.")
     rollout_id: int
     kind: str
     version: str
@@ -131,6 +132,11 @@ class UpdateOut(Schema):
     @staticmethod
     def resolve_version(row: Update) -> str:
         return row.bundle.version.version
+
+
+class UpdatePage(Schema):
+    items: list[UpdateOut]
+    next: str | None
 
 
 class ExplanationOut(Schema):

@@ -85,6 +85,15 @@ def device_updates(device_pk: int, *, limit: int) -> list[Update]:
     return list(rows.filter(device_id=device_pk).order_by("-pk")[:limit])
 
 
+def rollout_updates(rollout_id: int, *, kind: str = "", state: str = "") -> QuerySet[Update]:
+    """Return the updates of a rollout, filtered by what is not empty (1 query)."""
+    wanted = {"kind": kind, "state": state}
+    rows = Update.objects.select_related("bundle__version").defer("bundle__manifest")
+    return rows.filter(
+        rollout_id=rollout_id, **{field: value for field, value in wanted.items() if value}
+    )
+
+
 def device_answers(device_pk: int) -> list[DeviceStats]:
     """Return what a device measured, per bundle, newest bundle first (1 query)."""
     return list(DeviceStats.objects.filter(device_id=device_pk).order_by("-pk"))

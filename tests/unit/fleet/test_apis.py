@@ -80,6 +80,10 @@ def test_it_runs_a_rollout_from_the_request_to_the_halt(fleet, manager):
     assert [stage["treatment_target"] for stage in started.json()["stages"]] == [2, 3, 5, 6]
     fleet.clock.at = datetime.now(UTC)  # the API has no other clock
     fleet.run(2)
+    updates = manager.get(f"/rollouts/{pk}/updates?kind=install").json()["items"]
+    assert {update["state"] for update in updates} == {"downloading"}
+    assert {update["device_id"] for update in updates} <= {device.pk for device in fleet.devices}
+    assert manager.get(f"/rollouts/{pk}/updates?kind=rollback").json()["items"] == []
     evidence = manager.get(f"/rollouts/{pk}/evidence").json()
     assert evidence["counts"]["installs"] == {"downloading": 2}
     assert evidence["looks"][0]["decision"] == "no_data"
