@@ -17,5 +17,6 @@ from dashboards.conf.settings import *  # noqa: E402, F403
 
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 CELERY_BROKER_URL = "memory://"  # nobody consumes: every message of a test is lost
+CELERY_BROKER_TRANSPORT = "memory"
 CELERY_BROKER_TRANSPORT_OPTIONS: dict[str, object] = {}
 STATIC_ROOT.mkdir(exist_ok=True)  # noqa: F405 -- whitenoise warns about a missing folder

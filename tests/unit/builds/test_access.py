@@ -106,10 +106,13 @@ def run(stream: StringIO, *options: str) -> None:
 
 
 def test_it_names_keys_that_others_can_read_or_that_are_broken(
-    state_dir: Path, settings: Any
+    state_dir: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert check_signing_keys() == []
     keys_generate()
+    monkeypatch.setattr(settings.SPARSEFLEET, "database_url", "postgres://host/db")
+    assert [m.id for m in check_signing_keys()] == ["builds.W001"]
+    monkeypatch.setattr(settings.SPARSEFLEET, "database_url", "")
     assert check_signing_keys() == []
     folder = state_dir / "keys"
     (folder / "image-build-1.pem").chmod(0o644)
