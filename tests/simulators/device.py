@@ -12,8 +12,8 @@ from device_agent.config import AgentConfig
 from device_agent.ports import Ports
 from device_agent.runtime.answers import Question
 from device_agent.states import State
-from device_agent.storage.disk import Disk
 from tests.simulators.bundles import ToyBundle
+from tests.simulators.disk import FastDisk
 from tests.simulators.engine import toy_engine
 from tests.simulators.release_server import ReleaseServer, Update
 
@@ -58,7 +58,7 @@ def toy_config(server: ReleaseServer, state_dir: Path, **changes: Any) -> AgentC
 
 
 def toy_ports(**changes: Any) -> Ports:
-    ports = Ports(disk=Disk(), engine=toy_engine, fingerprint=lambda _config: FINGERPRINT)
+    ports = Ports(disk=FastDisk(), engine=toy_engine, fingerprint=lambda _config: FINGERPRINT)
     return replace(ports, **changes)
 
 
