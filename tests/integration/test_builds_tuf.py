@@ -40,11 +40,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 MetadataJson = dict[str, Any]
 
 
-@pytest.fixture(autouse=True)
-def _own_addresses(settings: Any) -> None:
-    settings.ROOT_URLCONF = "tests.unit.builds.urls"
-
-
 @pytest.fixture
 def repository(clock: FakeClock) -> None:
     keys_generate()
