@@ -72,8 +72,11 @@ LAB: Final = replace(
             Metric.FAILURES: MetricSpec(
                 harm_ratio=1.5, safe_ratio=4.0, safe_rate=0.03, dispersion=1.0, weight=0.4
             ),
+            # One answer in ten is slow by definition of the quantile. Fewer than one in five is as
+            # good as the base version was; on a loaded machine both arms are slow, and then the
+            # comparison shows it.
             Metric.SLOW: MetricSpec(
-                harm_ratio=2.0, safe_ratio=4.0, safe_rate=0.0, dispersion=2.5, weight=0.3
+                harm_ratio=2.0, safe_ratio=4.0, safe_rate=0.2, dispersion=2.5, weight=0.3
             ),
         }
     ),
