@@ -81,7 +81,11 @@ def test_it_fails_a_version_that_is_shown_to_harm():
         ({"control": ArmCounts()}, Decision.NO_DATA, "no control"),
         ({"stage_age_s": 1.0}, Decision.INCONCLUSIVE, "dwell"),
         ({"fresh_answers": 59}, Decision.INCONCLUSIVE, "59 of 60 answers"),
-        ({"increments": ()}, Decision.INCONCLUSIVE, "safety"),
+        (
+            {"increments": (), "treatment": ArmCounts(3, 3, 0, 70, 0, 70, 14)},
+            Decision.INCONCLUSIVE,
+            "safety",
+        ),
         ({"installs": InstallCounts()}, Decision.INCONCLUSIVE, "no devices"),
         ({"installs": InstallCounts(3, 1, 1, 0, 1)}, Decision.INCONCLUSIVE, "1 of 3 devices"),
         ({"installs": InstallCounts(3, 3, 2, 0, 2)}, Decision.INCONCLUSIVE, "2 of 3 installa"),
@@ -93,6 +97,16 @@ def test_it_never_promotes_without_what_was_promised(changes, decision, reason):
     verdict = decide(LAB, evidence(**changes))
     assert verdict.decision == decision
     assert any(reason in text for text in verdict.reasons)
+
+
+def test_it_lets_a_fleet_that_became_faster_pass_although_few_events_compare_badly():
+    """Twice as many slow answers as control, but both far below what was slow before."""
+    quiet = evidence(
+        treatment=ArmCounts(12, 12, 0, 1_500, 0, 1_500, 40),
+        control=ArmCounts(3, 3, 0, 375, 0, 375, 5),
+        increments=(Increment(Metric.SLOW, "a", 40, 5, 1_500, 375),),
+    )
+    assert decide(LAB, quiet).decision == Decision.PASS
 
 
 def test_it_fails_when_the_new_version_silences_its_devices():
