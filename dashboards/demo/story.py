@@ -240,17 +240,18 @@ def _record_deltas(story: Story, version: str, rollout: Document) -> None:
 def _check_the_way_back(
     story: Story, rollout: Document, good: str, before: Mapping[int, int]
 ) -> None:
-    updates = [row for row in _updates_of(story, rollout["id"]) if row["kind"] == "rollback"]
+    updates = _updates_of(story, rollout["id"], "rollback")
     payload = sum(update["downloaded_bytes"] for update in updates)
     exposed = rollout["counts"]["devices_exposed"]
     story.outcome.check(
         f"devices came back to {good} without downloading anything",
-        ok=payload == 0 and len(updates) == exposed,
+        # More may be ordered back than switched: one that was about to switch is told as well.
+        ok=payload == 0 and len(updates) >= exposed > 0,
         seen=f"{len(updates)} devices, {payload} bytes",
     )
     running = {device["running_version"] for device in _devices(story)}
     story.outcome.check(f"every device runs {good}", ok=running == {good}, seen=sorted(running))
-    affected = sorted({update["device"] for update in updates})
+    affected = sorted({update["device_id"] for update in updates})
     with story.step(f"the affected devices answer with {good} again"):
         story.wait(
             lambda: _all_above(_answers_by_device(story, good), before, affected),
@@ -287,13 +288,10 @@ def _device_details(story: Story) -> Sequence[Document]:
     return [story.desk.get(f"/devices/{device['id']}") for device in _devices(story)]
 
 
-def _updates_of(story: Story, rollout_id: int) -> Sequence[Document]:
-    return [
-        {**update, "device": device["id"]}
-        for device in _device_details(story)
-        for update in device["updates"]
-        if update["rollout_id"] == rollout_id
-    ]
+def _updates_of(story: Story, rollout_id: int, kind: str = "") -> Sequence[Document]:
+    path = f"/rollouts/{rollout_id}/updates"
+    items: Sequence[Document] = story.desk.get(path, limit=100, kind=kind)["items"]
+    return items
 
 
 def _builds(story: Story, version: str) -> Sequence[Document]:
