@@ -1,11 +1,13 @@
 """Where blobs live: content-addressed, immutable files.
 
-A name is the SHA-256 of the content, so a file that is there is complete and right: it is written
-under a draft name, hashed on the way, fsynced, renamed, and its folder is fsynced.
+A name is the SHA-256 of the content. A file is written under a draft name, hashed on the way,
+fsynced, renamed, and its folder is fsynced. A disk may still damage it later: an upload of the same
+content looks at the file that is there and replaces it when it is wrong.
 """
 
 import errno
 import hashlib
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -19,6 +21,8 @@ from django.conf import settings
 from builds.common.errors import NotFoundError
 from builds.errors import BlobDigestError, BlobTooLargeError, StorageFullError
 from compiler.contract.canonical import require_sha256
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 1 << 20
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -59,6 +63,8 @@ class LocalBlobStore:
     def put(self, stream: Readable, sha256: str, *, limit_bytes: int) -> int:
         """Store the bytes of `stream` if they hash to `sha256`; return their count.
 
+        A stored file whose content is wrong is replaced, atomically.
+
         Raises:
             BlobDigestError: They hash to something else; nothing was kept.
             BlobTooLargeError: More than `limit_bytes` came; nothing was kept.
@@ -66,7 +72,9 @@ class LocalBlobStore:
         """
         final = self.path(sha256)
         if final.exists():
-            return _copy(stream, lambda _chunk: None, sha256, limit_bytes)
+            if _is_intact(final, sha256):
+                return _copy(stream, lambda _chunk: None, sha256, limit_bytes)
+            logger.error("blob %s is damaged on the disk; this upload replaces it", sha256)
         final.parent.mkdir(parents=True, exist_ok=True)
         with _full_disk_reported():
             return self._write(stream, final, sha256, limit_bytes)
@@ -145,6 +153,14 @@ def _copy(stream: Readable, write: Callable[[bytes], object], sha256: str, limit
             hint="upload the file again; the address must be the digest of its content",
         )
     return size
+
+
+def _is_intact(path: Path, sha256: str) -> bool:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    except OSError:  # gone meanwhile, or the disk cannot read it
+        return False
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from builds.storage import blob_store
 from compiler.contract.canonical import require_sha256
 
 router = Router()
+UPLOAD_HINT = "upload it with PUT /api/v1/blobs/<sha256>"
 BINARY = {"type": "string", "format": "binary"}
 
 
@@ -49,15 +50,18 @@ def blob_upload(request: HttpRequest, sha256: str) -> Status[Blob]:
     ["GET", "HEAD"], "/blobs/{sha256}", response={200: None}, operation_id="blob_get"
 )
 def blob_download(request: HttpRequest, sha256: str) -> HttpResponse | FileResponse:
-    """Return the bytes; HEAD tells whether they are there."""
+    """Return the bytes; HEAD tells whether they are there, in full."""
     require(request_actor(request), Permission.SUBMIT)
     require_sha256(sha256, "the address")
     blob = Blob.objects.filter(pk=sha256).first()
     if blob is None:
-        raise NotFoundError(f"no blob {sha256}")
+        raise NotFoundError(f"no blob {sha256}", hint=UPLOAD_HINT)
+    store = blob_store()
+    if store.size(sha256) != blob.size_bytes:
+        raise NotFoundError(f"blob {sha256} is damaged on the server", hint=UPLOAD_HINT)
     headers = {"ETag": f'"{sha256}"', "Content-Length": str(blob.size_bytes)}
     if request.method == "HEAD":
         return HttpResponse(headers=headers, content_type="application/octet-stream")
     return FileResponse(
-        blob_store().open(sha256), headers=headers, content_type="application/octet-stream"
+        store.open(sha256), headers=headers, content_type="application/octet-stream"
     )

@@ -96,3 +96,16 @@ def test_it_says_that_a_blob_is_absent(store: LocalBlobStore) -> None:
     for action in (store.open, store.size):
         with pytest.raises(NotFoundError):
             action("0" * 64)
+
+
+@pytest.mark.parametrize("damage", [b"", b"righ", b"wrong", b"right, and more"])
+def test_it_replaces_a_file_that_is_damaged(store: LocalBlobStore, damage: bytes) -> None:
+    digest = sha(b"right")
+    store.put(io.BytesIO(b"right"), digest, limit_bytes=10)
+    store.path(digest).write_bytes(damage)
+    with pytest.raises(BlobDigestError):
+        store.put(io.BytesIO(b"lies"), digest, limit_bytes=10)
+    assert store.path(digest).read_bytes() == damage
+    assert store.put(io.BytesIO(b"right"), digest, limit_bytes=10) == 5
+    assert store.path(digest).read_bytes() == b"right"
+    assert files(store) == [digest]

@@ -133,6 +133,18 @@ def test_it_answers_head_and_get_for_a_blob(ci: Api) -> None:
     assert ci.get(f"/blobs/{sha(b'other')}").status_code == 404
 
 
+def test_it_does_not_announce_a_blob_that_the_disk_lost(ci: Api) -> None:
+    ci.put(sha(b"abc"), b"abc")
+    address = f"/api/v1/blobs/{sha(b'abc')}"
+    blob_store().path(sha(b"abc")).write_bytes(b"ab")
+    assert ci.client.head(address, headers=ci.headers).status_code == 404
+    assert ci.get(f"/blobs/{sha(b'abc')}").status_code == 404
+    blob_store().path(sha(b"abc")).unlink()
+    assert ci.client.head(address, headers=ci.headers).status_code == 404
+    assert ci.put(sha(b"abc"), b"abc").status_code == 200
+    assert ci.client.head(address, headers=ci.headers).status_code == 200
+
+
 def test_it_takes_a_version_in_and_queues_a_build_per_active_target(
     ci: Api, submission: dict[str, object]
 ) -> None:
