@@ -63,7 +63,7 @@ def bootstrap(kind: str, venv: Path) -> Path:
                 fail(
                     "cannot create a virtual environment", "on Debian: apt-get install python3-venv"
                 )
-        print(f"installing locked packages ({lock.name}) ...", flush=True)
+        print(f"installing locked packages ({lock.name}), once, about a minute ...", flush=True)
         install(python, lock)
         (venv / f".lock-{kind}").write_text(stamp_of(lock))
     return python

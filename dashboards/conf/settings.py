@@ -103,6 +103,7 @@ TIME_ZONE = "UTC"
 USE_TZ = True
 STATIC_URL = "/static/"
 STATIC_ROOT = STATE_DIR / "static"
+STATIC_ROOT.mkdir(exist_ok=True)
 WHITENOISE_USE_FINDERS = True
 LOGIN_URL = "/login"
 LOGIN_REDIRECT_URL = "/"

@@ -1,10 +1,12 @@
 """Set-up of a fresh platform in the demo's own state folder, and its two processes."""
 
+import fcntl
 import json
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -12,13 +14,15 @@ from typing import Final
 import httpx
 
 from dashboards.conf.env import ROOT, child_environment
+from dashboards.demo.errors import DemoError
 from dashboards.demo.processes import ProcessGroup
 
 HOST: Final = "127.0.0.1"
-WEB_THREADS: Final = 16
+WEB_THREADS: Final = 8
 POLL_AFTER_S: Final = "1.0"
 TICK_S: Final = "1.0"
 CACHE: Final = "cache"
+MARK: Final = ".sparsefleet-demo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +35,41 @@ class Access:
     manager_token: str
 
 
-def fresh_state(root: Path) -> Path:
-    """Empty the demo's folder except the compiler's cache; return the platform's state folder.
+@contextmanager
+def fresh_state(root: Path) -> Iterator[Path]:
+    """Empty the demo's folder, hold it against a second demo, and yield the state folder.
 
-    The cache is content-addressed: what an earlier run left there is either right or not found.
+    The compiler's cache is kept: it is content-addressed, so what an earlier run left there is
+    either right or not found. A folder without the demo's mark is left alone.
+
+    Raises:
+        DemoError: The folder holds something else, or a demo is running in it.
     """
-    state = root / "platform"
-    state.mkdir(parents=True, exist_ok=True)
-    _clear(root, keep=state.name)
-    _clear(state, keep=CACHE)
-    return state
+    mark = root / MARK
+    if root.exists() and not mark.exists() and any(root.iterdir()):
+        raise DemoError(
+            f"{root} is not empty and was not made by the demo",
+            hint="name a new folder with --state-dir; the demo empties its own",
+        )
+    root.mkdir(parents=True, exist_ok=True)
+    with mark.open("a") as guard:
+        try:
+            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DemoError(
+                f"a demo is running in {root}",
+                hint="stop it, or run a second one with --state-dir DIR --port N",
+            ) from error
+        state = root / "platform"
+        state.mkdir(exist_ok=True)
+        _clear(root, keep={state.name, MARK})
+        _clear(state, keep={CACHE})
+        yield state
 
 
-def _clear(folder: Path, *, keep: str) -> None:
+def _clear(folder: Path, *, keep: Set[str]) -> None:
     for entry in folder.iterdir():
-        if entry.name == keep:
+        if entry.name in keep:
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

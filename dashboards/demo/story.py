@@ -19,7 +19,7 @@ MODEL_TITLE: Final = "EdgeCard: questions about cards"
 GROUP: Final = "everything"
 BUILD_TIMEOUT_S: Final = 600.0
 ROLLOUT_TIMEOUT_S: Final = 300.0
-GATE: Final = {"profile": "lab"}
+GATE: Final = {"profile": "lab", "min_accuracy_drop": 0.1}
 FIRST_GATE: Final = {"profile": "none-first-install"}
 STAGES: Final = ({"percent": 20}, {"percent": 50}, {"percent": 100})
 ENDED: Final = frozenset({"succeeded", "stopped", "rolled_back", "failed"})
@@ -52,6 +52,8 @@ class Story:
     def step(self, title: str) -> Any:  # noqa: ANN401 -- a context manager's generator
         """Show a step while it runs and how long it took."""
         started = time.monotonic()
+        if not self.console.is_terminal:
+            self.console.print(f"  {title} ...")
         with self.console.status(f"{title} ..."):
             yield
         self.durations[title] = time.monotonic() - started
@@ -69,7 +71,9 @@ def wait_for_devices(story: Story) -> None:
             lambda: len(_devices(story)) == story.devices or None, "enrolment of all agents", 120.0
         )
     targets = sorted({device["target"] for device in _devices(story)})
-    story.outcome.check("the fleet has three targets", ok=len(targets) == 3, seen=targets)
+    story.outcome.check(
+        "the fleet has three targets", ok=len(targets) == 3, seen=", ".join(targets)
+    )
 
 
 def submit_and_build(story: Story, version: str, base: str | None) -> None:
@@ -124,7 +128,8 @@ def bad_update(story: Story, version: str, good: str) -> None:
     state = rollout["state"]
     story.outcome.check(f"version {version} is rolled back", ok=state == "rolled_back", seen=state)
     opened = [stage["index"] for stage in rollout["stages"] if stage["opened_at"]]
-    story.outcome.check("it was stopped in the first stage", ok=opened == [0], seen=opened)
+    seen = f"{len(opened)} of {len(rollout['stages'])} stages opened"
+    story.outcome.check("it was stopped in the first stage", ok=opened == [0], seen=seen)
     _check_the_way_back(story, rollout, good, before)
 
 
@@ -250,7 +255,9 @@ def _check_the_way_back(
         seen=f"{len(updates)} devices, {payload} bytes",
     )
     running = {device["running_version"] for device in _devices(story)}
-    story.outcome.check(f"every device runs {good}", ok=running == {good}, seen=sorted(running))
+    story.outcome.check(
+        f"every device runs {good}", ok=running == {good}, seen=", ".join(sorted(running))
+    )
     affected = sorted({update["device_id"] for update in updates})
     with story.step(f"the affected devices answer with {good} again"):
         story.wait(
@@ -258,7 +265,7 @@ def _check_the_way_back(
             f"answers of devices {affected}",
             60.0,
         )
-    story.outcome.check(f"they answer with {good} again", ok=True, seen=f"devices {affected}")
+    story.outcome.check(f"they answer with {good} again", ok=True, seen=f"{len(affected)} devices")
 
 
 def _all_above(

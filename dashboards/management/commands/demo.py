@@ -43,7 +43,7 @@ class Command(BaseCommand):
             "--state-dir",
             type=Path,
             default=ROOT / "var" / "demo",
-            help="where the demo keeps everything; emptied at the start (var/demo)",
+            help="the demo's own folder, emptied at the start; var/demo by default",
         )
 
     def handle(self, *args: object, **options: object) -> None:
@@ -78,9 +78,12 @@ class Command(BaseCommand):
     ) -> None:
         devices.require_x86()
         require_free_port(platform.HOST, port)
-        state = platform.fresh_state(root)
-        environment = platform.platform_environment(state, PROBATION_S)
-        with ProcessGroup(root / "logs", ROOT, environment) as group:
+        with (
+            platform.fresh_state(root) as state,
+            ProcessGroup(
+                root / "logs", ROOT, platform.platform_environment(state, PROBATION_S)
+            ) as group,
+        ):
             access, base_url = _start_platform(console, group, state, port)
             submissions = _materialise(console, group, root / "submissions")
             with (
@@ -96,7 +99,7 @@ class Command(BaseCommand):
             if isinstance(target, Path):
                 outcome.write_json(target)
             if not once:
-                _leave_running(console, group, base_url, access)
+                _leave_running(console, group, base_url, access, root)
 
 
 def play(the: story.Story) -> None:
@@ -126,7 +129,8 @@ def _start_platform(
             timeout_s=START_TIMEOUT_S,
             watch=group.require_alive,
         )
-    console.print(f"[green]✓[/] web UI on {base_url}, one worker")
+    console.print(f"[green]✓[/] web UI on [bold]{base_url}[/], one worker")
+    _print_login(console, access)
     return access, base_url
 
 
@@ -164,14 +168,26 @@ def _start_devices(
 
 
 def _leave_running(
-    console: Console, group: ProcessGroup, base_url: str, access: platform.Access
+    console: Console, group: ProcessGroup, base_url: str, access: platform.Access, root: Path
 ) -> None:
     console.print(f"\nThe web UI runs on [bold]{base_url}[/]  (Ctrl-C ends everything)")
-    console.print(f"  release-manager / {access.manager_password}", highlight=False)
-    console.print(f"  admin           / {access.admin_password}", highlight=False)
+    _print_login(console, access)
+    where = root.relative_to(ROOT) if root.is_relative_to(ROOT) else root
+    console.print(f"  logs: {where}/logs", highlight=False)
+    console.print(
+        f"  commands on this platform: SPARSEFLEET_STATE_DIR={where}/platform "
+        "python3 manage.py token_create --name me --role developer",
+        highlight=False,
+        soft_wrap=True,
+    )
     while True:
         group.require_alive()
         time.sleep(1.0)
+
+
+def _print_login(console: Console, access: platform.Access) -> None:
+    console.print(f"  login: release-manager / {access.manager_password}", highlight=False)
+    console.print(f"  login: admin / {access.admin_password}", highlight=False)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
