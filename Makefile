@@ -1,7 +1,7 @@
 # Developers' targets. Users need none of them: `python3 manage.py demo` and `python3 manage.py test` set up everything.
 PY ?= .venv/bin/python
 
-.PHONY: help env check format test full states openapi bench-answer demo
+.PHONY: help env check format test full states openapi bench-answer demo lock
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -13,8 +13,10 @@ check: env ## Format, lint, types, layers, migrations, freshness of generated do
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m importlinter.cli lint 2>/dev/null || .venv/bin/lint-imports
+	$(dir $(PY))lint-imports
 	$(PY) manage.py makemigrations --check --dry-run
+	$(PY) manage.py openapi --check
+	$(PY) manage.py states_print --check
 
 format: ## Rewrite the sources in the house format
 	$(PY) -m ruff format .
