@@ -11,12 +11,14 @@ import hmac
 import secrets
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from django.contrib.auth.models import AbstractBaseUser, AnonymousUser
 from django.http import HttpRequest
 from django.utils import timezone
+from ninja.errors import AuthenticationError
 from ninja.security import HttpBearer, SessionAuth
+from ninja.utils import check_csrf
 
 from builds.common.access_models import ApiToken, Membership
 from builds.common.errors import ForbiddenError
@@ -105,8 +107,29 @@ def token_actor(text: str) -> Actor | None:
     return Actor(name=f"token:{token.pk}", role=Role(token.role))
 
 
+class CsrfError(ForbiddenError):
+    """A write with a session cookie came without the CSRF token of that session."""
+
+    code: ClassVar[str] = "app.csrf"
+
+
 class TokenAuth(HttpBearer):
-    """Ninja authentication by API token."""
+    """Ninja authentication by API token.
+
+    Whoever sends an `Authorization` header is judged by it alone: a wrong token is never helped out
+    by a session cookie, and never turned into a complaint about one.
+    """
+
+    def __call__(self, request: HttpRequest) -> Actor | None:
+        """Return the actor of the header, or None when there is no header.
+
+        Raises:
+            AuthenticationError: The header is there and is no valid token.
+        """
+        actor: Actor | None = super().__call__(request)
+        if actor is None and request.headers.get(self.header) is not None:
+            raise AuthenticationError
+        return actor
 
     def authenticate(self, request: HttpRequest, token: str) -> Actor | None:  # noqa: ARG002
         """Return the actor of the bearer token, or None (401)."""
@@ -115,6 +138,20 @@ class TokenAuth(HttpBearer):
 
 class BrowserAuth(SessionAuth):
     """Ninja authentication by Django session; unsafe methods need the CSRF token."""
+
+    def __call__(self, request: HttpRequest) -> Any | None:  # noqa: ANN401 -- ninja's signature
+        """Return the actor of the session, or None (401).
+
+        Raises:
+            CsrfError: There is a session, and a write came without its CSRF token.
+        """
+        actor = self.authenticate(request, None)
+        if actor is not None and check_csrf(request) is not None:
+            raise CsrfError(
+                "CSRF check failed: this write came with a session cookie but not its CSRF token",
+                hint="send the csrftoken cookie's value as X-CSRFToken, or use an API token",
+            )
+        return actor
 
     def authenticate(self, request: HttpRequest, key: str | None) -> Any | None:  # noqa: ANN401, ARG002
         """Return the actor of the signed-in user, or None (401)."""
