@@ -10,7 +10,7 @@ from typing import Final
 
 from builds.common.errors import InvalidInputError
 from builds.errors import PipelineInvalidError
-from compiler.contract.canonical import Json, parse_object, require_sha256
+from compiler.contract.canonical import Json, canonical_bytes, parse_object, require_sha256
 from compiler.contract.errors import ContractError
 from compiler.contract.manifest import NAME_PATTERN
 
@@ -20,6 +20,8 @@ FAMILIES: Final = frozenset({"vision-embed-decoder", "graph"})
 MAX_PIPELINE_BYTES: Final = 4 << 20
 MAX_FILES: Final = 256
 MAX_NOTES: Final = 20_000
+MAX_CLAIM_BYTES: Final = 64 << 10
+MAX_CLAIM_DEPTH: Final = 8
 MAX_EPOCH: Final = 1 << 31
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
@@ -71,6 +73,52 @@ def require_name(value: str, what: str) -> str:
     return value
 
 
+def require_text(value: str, what: str) -> None:
+    """Refuse what no database keeps: NUL and lone surrogates.
+
+    Raises:
+        InvalidInputError: The text has such a character.
+    """
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise InvalidInputError(f"{what} must be text without NUL and lone surrogates")
+
+
+def require_claim(claim: Mapping[str, Json]) -> None:
+    """Check what CI says about quality: how deep, how large, and that it is text and numbers.
+
+    Raises:
+        InvalidInputError: It is deeper than `MAX_CLAIM_DEPTH` or larger than `MAX_CLAIM_BYTES`.
+    """
+    level: list[Json] = [dict(claim)]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > MAX_CLAIM_DEPTH:
+            raise InvalidInputError(f"claim is nested deeper than {MAX_CLAIM_DEPTH}")
+        level = [item for value in level for item in _containers_in(value)]
+    try:
+        size = len(canonical_bytes(dict(claim)))
+    except ContractError as error:
+        raise InvalidInputError(f"claim: {error}") from error
+    if size > MAX_CLAIM_BYTES:
+        raise InvalidInputError(f"claim is {size} bytes of JSON, limit {MAX_CLAIM_BYTES}")
+
+
+def _containers_in(value: Json) -> list[Json]:
+    """Return the objects and arrays directly in `value`; check the texts on the way."""
+    children: list[Json] = []
+    if isinstance(value, dict):
+        for name in value:
+            require_text(name, "a name in claim")
+        children = list(value.values())
+    elif isinstance(value, list):
+        children = value
+    for child in children:
+        if isinstance(child, str):
+            require_text(child, "claim")
+    return [child for child in children if isinstance(child, dict | list)]
+
+
 def require_submission(submission: Submission) -> FileRef:
     """Check names, digests and counts; return the reference of `pipeline.json`.
 
@@ -81,6 +129,8 @@ def require_submission(submission: Submission) -> FileRef:
     require_name(submission.version, "version")
     if len(submission.notes) > MAX_NOTES:
         raise InvalidInputError(f"notes are longer than {MAX_NOTES} characters")
+    require_text(submission.notes, "notes")
+    require_claim(submission.claim or {})
     if not 0 <= submission.security_epoch < MAX_EPOCH:
         raise InvalidInputError(f"security_epoch must be in 0..{MAX_EPOCH - 1}")
     if not 1 <= len(submission.files) <= MAX_FILES:

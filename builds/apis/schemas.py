@@ -6,6 +6,7 @@ from typing import Any
 from ninja import Field, Schema
 
 from builds.models import BuildJob, Bundle, Delta, ModelVersion
+from builds.pipeline import MAX_CLAIM_BYTES, MAX_CLAIM_DEPTH, MAX_FILES, MAX_NOTES
 
 
 class BlobOut(Schema):
@@ -34,9 +35,12 @@ class FileIn(Schema):
 class VersionIn(Schema):
     version: str = Field(..., max_length=64)
     base_version: str | None = Field(None, max_length=64)
-    files: list[FileIn]
-    claim: dict[str, Any] = Field(default_factory=dict)
-    notes: str = ""
+    files: list[FileIn] = Field(..., max_length=MAX_FILES)
+    claim: dict[str, Any] = Field(
+        default_factory=dict,
+        description=f"JSON, at most {MAX_CLAIM_DEPTH} levels and {MAX_CLAIM_BYTES} bytes.",
+    )
+    notes: str = Field("", max_length=MAX_NOTES)
     security_epoch: int = Field(0, ge=0)
 
 

@@ -33,6 +33,14 @@ def stored(data: bytes) -> bytes:
         return file.read()
 
 
+def nested(depth: int) -> dict[str, object]:
+    """Return an object with `depth` further objects in it."""
+    value: dict[str, object] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
 class Api:
     """A CI client with a token of one role."""
 
@@ -235,6 +243,18 @@ def test_it_forgets_the_key_of_a_request_that_failed(
         ),
         ({"security_epoch": -1}, "app.invalid_input"),
         ({"claim": 3}, "app.invalid_input"),
+        ({"claim": nested(8)}, "app.invalid_input"),
+        ({"claim": nested(900)}, "app.invalid_input"),
+        ({"claim": {"a": "x" * 65_536}}, "app.invalid_input"),
+        ({"claim": {"a": ["\0"]}}, "app.invalid_input"),
+        ({"claim": {"\ud800": 1}}, "app.invalid_input"),
+        ({"notes": "x" * 65_537}, "app.invalid_input"),
+        ({"notes": "\0"}, "app.invalid_input"),
+        ({"notes": "\ud800"}, "app.invalid_input"),
+        (
+            {"files": [{"name": f"f{i}", "sha256": "0" * 64, "size_bytes": 1} for i in range(999)]},
+            "app.invalid_input",
+        ),
     ],
 )
 def test_it_refuses_a_bad_submission(
@@ -243,6 +263,12 @@ def test_it_refuses_a_bad_submission(
     answer = ci.post("/models/doc-reader/versions", {**submission, **change})
     assert (answer.status_code, answer.json()["code"]) == (422, code)
     assert ModelVersion.objects.count() == 0
+
+
+def test_it_takes_a_claim_that_is_just_small_enough(ci: Api, submission: dict[str, object]) -> None:
+    claim = nested(7) | {"text": "x" * 65_400}
+    answer = ci.post("/models/doc-reader/versions", {**submission, "claim": claim})
+    assert (answer.status_code, answer.json()["claim"]) == (201, claim)
 
 
 @pytest.mark.parametrize(
