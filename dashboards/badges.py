@@ -70,8 +70,23 @@ WORDS: Final[Mapping[str, str]] = MappingProxyType(
         "failed_app": "Failed: platform",
         "too_large": "Too large",
         "no_data": "No data",
+        "leased": "Taken by a worker",
         "pass": "Pass",
         "fail": "Fail",
+    }
+)
+
+# What a badge says instead: a person watches one compilation, not who holds it.
+BADGE_WORDS: Final[Mapping[str, str]] = MappingProxyType({"leased": "Compiling"})
+VERIFIED_WORDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "device": "Verified on device",
+        "host": "Verified on host",
+        "qemu": "Verified in QEMU",
+        "simulator": "Verified in a simulator",
+        "assembled": "Assembled, not run",
+        "structural": "Structure checked, not run",
+        "unverified": "Not verified",
     }
 )
 

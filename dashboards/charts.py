@@ -28,8 +28,8 @@ class Frame:
 
 
 # One for wide screens and one for narrow ones; the style sheet shows one of the two.
-WIDE: Final = Frame("wide", 720, 220, left=52, right=708, top=10, bottom=194, x_labels=12)
-COMPACT: Final = Frame("compact", 340, 220, left=48, right=332, top=10, bottom=194, x_labels=4)
+WIDE: Final = Frame("wide", 720, 220, left=70, right=708, top=10, bottom=194, x_labels=12)
+COMPACT: Final = Frame("compact", 340, 220, left=64, right=332, top=10, bottom=194, x_labels=4)
 
 
 @dataclass(frozen=True, slots=True)

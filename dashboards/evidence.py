@@ -13,6 +13,7 @@ from typing import Final
 
 from compiler.contract.telemetry import BUCKETS_PER_OCTAVE, Sketch
 from dashboards.charts import Chart, Level, Line, Mark, line_chart, round_ticks
+from dashboards.templatetags.sparsefleet import odds
 from fleet.gates import (
     PROFILES,
     Evidence,
@@ -35,12 +36,22 @@ METRIC_TITLES: Final[Mapping[Metric, str]] = {
     Metric.SILENCE: "Silent devices",
     Metric.WRONG: "Wrong answers",
 }
+NOT_GATED_NOTES: Final[Mapping[Metric, str]] = {
+    Metric.WRONG: (
+        "Not gated: right and wrong is known only for questions with a known answer, so nothing "
+        "is decided by it unless the gate sets min_accuracy_drop, for example 0.05."
+    ),
+}
 METRIC_TONES: Final[Mapping[Metric, str]] = {
     Metric.FAILURES: "bad",
     Metric.SLOW: "warn",
     Metric.SILENCE: "plain",
     Metric.WRONG: "live",
 }
+# Room above the curves for the labels of vertical marks: powers of ten, and a share of one.
+MARK_ROOM: Final = 0.4
+LABEL_SHARE: Final = 0.14
+_PREFIXES: Final = ("", "k", "M", "G")
 QUANTILES: Final = (0.5, 0.9, 0.95, 0.99)
 LATENCY_TICKS_MS: Final = tuple(
     factor * 10.0**power for power in range(-2, 6) for factor in (1, 2, 5)
@@ -84,19 +95,20 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class GateRow:
-    """One metric in the table of a look."""
+    """One metric in the table of a look; what only a comparison says is None without a control."""
 
     title: str
     treatment: float | None
     control: float | None
-    ratio_low: float
-    ratio_high: float
+    ratio_low: float | None
+    ratio_high: float | None
     harm_ratio: float
     safe_ratio: float
-    harm: float
+    harm: float | None
     safe: float | None
     state: str
     word: str
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +210,7 @@ def latency_comparison(
             else (),
             x_title="latency of a whole answer, ms (logarithmic)",
             x_range=(low, high),
-            y_range=(0.0, 1.0),
+            y_range=(0.0, 1.0 + LABEL_SHARE),
             x_ticks=_latency_ticks(low, high),
             y_ticks=[(share, f"{share:.0%}") for share in (0.0, 0.25, 0.5, 0.75, 1.0)],
         )
@@ -245,7 +257,7 @@ def _strip_chart(
     lines = _strip_lines(points, times, metrics)
     hold, fail = math.log10(spec.hold_evidence), -math.log10(spec.alpha)
     values = [y for line in lines for _, y in line.points]
-    low, high = min(-1.0, *values) - 0.1, max(fail + 0.7, *values) + 0.1
+    low, high = min(-1.0, *values) - 0.1, max(fail + 0.7, *values) + MARK_ROOM
     openings = [
         Mark(f"stage {point.stage + 1}", "plain", t)
         for index, (t, point) in enumerate(zip(times, points, strict=True))
@@ -254,11 +266,11 @@ def _strip_chart(
     powers = range(math.ceil(low), math.floor(high) + 1)
     return line_chart(
         title="Evidence against the new version, N : 1, over all looks",
-        summary=f"At the last look it was {odds_of(points[-1].log_evidence):.3g} : 1.",
+        summary=f"At the last look it was {odds(odds_of(points[-1].log_evidence))}.",
         lines=lines,
         levels=(
-            Level(f"roll back at {1 / spec.alpha:,.0f} : 1", "bad", fail),
-            Level(f"hold at {spec.hold_evidence:,.0f} : 1", "warn", hold),
+            Level(f"roll back at {odds(1 / spec.alpha)}", "bad", fail),
+            Level(f"hold at {odds(spec.hold_evidence)}", "warn", hold),
         ),
         marks=openings,
         x_title="time since the first look",
@@ -271,7 +283,9 @@ def _strip_chart(
 def _power_label(power: int) -> str:
     if power < 0:
         return f"1 : {10**-power:,}"
-    return f"{10**power:,} : 1" if power < 6 else f"10^{power} : 1"
+    if power < 4:
+        return f"{10**power:,} : 1"
+    return f"{10 ** (power % 3)} {_PREFIXES[power // 3]} : 1"
 
 
 def _time_ticks(span_s: float) -> list[tuple[float, str]]:
@@ -301,18 +315,20 @@ def _strip_row(point: LookPoint, metrics: Sequence[Metric]) -> StripRow:
 def _gate_row(metric: Metric, spec: GateSpec, row: MetricVerdict, evidence: Evidence) -> GateRow:
     margins = spec.metrics[metric]
     state, word = _state_of(metric, spec, row, evidence)
+    is_compared = evidence.control.devices > 0
     return GateRow(
         title=METRIC_TITLES[metric],
         treatment=row.rate_treatment,
         control=row.rate_control,
-        ratio_low=row.ratio_low,
-        ratio_high=row.ratio_high,
+        ratio_low=row.ratio_low if is_compared else None,
+        ratio_high=row.ratio_high if is_compared else None,
         harm_ratio=margins.harm_ratio,
         safe_ratio=margins.safe_ratio,
-        harm=odds_of(row.log_harm),
-        safe=None if row.log_safe is None else odds_of(row.log_safe),
+        harm=odds_of(row.log_harm) if is_compared or state == "fail" else None,
+        safe=odds_of(row.log_safe) if is_compared and row.log_safe is not None else None,
         state=state,
         word=word,
+        note="" if _is_weighed(metric, spec) else NOT_GATED_NOTES.get(metric, ""),
     )
 
 
@@ -324,6 +340,8 @@ def _state_of(
         return "pending", "Shown, not gated"
     if row.log_harm >= -math.log(spec.alpha):
         return "fail", "Harm shown"
+    if not evidence.control.devices:
+        return "none", "Not compared"
     if row.log_safe is not None and row.log_safe >= math.log(spec.safe_evidence):
         return "pass", "Safe for the next step"
     if row.rate_treatment is None or (row.rate_control is None and evidence.control.devices):

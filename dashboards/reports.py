@@ -21,6 +21,7 @@ MAX_ROWS: Final = 200
 MAX_TEXT: Final = 200
 TITLES: Final[Mapping[str, str]] = {
     "stages": "Compiler stages",
+    "seconds": "Took",
     "explain": "Which kernel does what, and why",
     "sqnr_db": "Signal to quantisation noise, dB",
     "sizes": "Sizes of sections",

@@ -1,6 +1,7 @@
 """Template tags: badges, bars, and numbers as people read them."""
 
 import math
+import re
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -11,7 +12,7 @@ from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from dashboards.badges import Badge, badge_of
+from dashboards.badges import BADGE_WORDS, TONES, VERIFIED_WORDS, Badge, badge_of
 
 register = template.Library()
 
@@ -23,6 +24,12 @@ _OBJECT_ROUTES: Final[Mapping[str, str]] = {
     "fleet.device": "device-detail",
     "fleet.rollout": "rollout-detail",
 }
+_WAGER: Final = re.compile(r"(?<![\w.,])(\d+(?:\.\d+)?(?:e[+-]?\d+)?) : 1(?![,.]?\d)")
+_STATE_WORD: Final = re.compile(
+    rf"\b(?:{'|'.join(sorted(state for state in TONES if '_' in state))})\b"
+)
+# Stages are numbered from 0 in stored documents, from 1 on pages.
+_STAGE_FIELDS: Final = frozenset({"stage", "following"})
 _NOTHING: Final[tuple[object, ...]] = (None, "", [], {})
 _STEPS: Final = ((86_400 * 2, 86_400, "d"), (3_600, 3_600, "h"), (60, 60, "m"))
 
@@ -30,7 +37,13 @@ _STEPS: Final = ((86_400 * 2, 86_400, "d"), (3_600, 3_600, "h"), (60, 60, "m"))
 @register.inclusion_tag("dashboards/components/badge.html")
 def badge(state: object, word: str = "") -> Mapping[str, Badge]:
     """Show a state: glyph, word and tone together."""
-    return {"badge": badge_of(state, word)}
+    return {"badge": badge_of(state, word or BADGE_WORDS.get(str(state), ""))}
+
+
+@register.inclusion_tag("dashboards/components/badge.html")
+def verified(place: str) -> Mapping[str, Badge]:
+    """Show where a bundle was verified, as a whole phrase."""
+    return {"badge": badge_of(place, VERIFIED_WORDS.get(place, ""))}
 
 
 @register.filter
@@ -73,11 +86,16 @@ def share(part: object, whole: object) -> str:
 
 @register.filter
 def facts(document: object) -> str:
-    """Return a flat JSON object as `name: value` words; empty values go, digests are cut."""
+    """Return a flat JSON object as `name: value` words; empty values go, digests are cut.
+
+    Stages are counted from 1, as everywhere on pages.
+    """
     if not isinstance(document, Mapping):
         return str(document)
     shown = [(name, value) for name, value in document.items() if value not in _NOTHING]
-    return ", ".join(f"{name.replace('_', ' ')}: {_fact(value)}" for name, value in shown)
+    return ", ".join(
+        f"{name.replace('_', ' ')}: {_fact(_counted(name, value))}" for name, value in shown
+    )
 
 
 @register.filter
@@ -111,6 +129,16 @@ def odds(value: object) -> str:
     if number >= 1:
         return f"{number:.1f} : 1"
     return f"1 : {1 / number:,.0f}" if 0 < number <= 0.1 else f"{number:.2f} : 1"
+
+
+@register.filter
+def plain(text: object) -> str:
+    """Return a stored reason as people read it: wagers as everywhere, states without underscores.
+
+    Gates store their reasons with three significant digits (`4.99e+03 : 1`).
+    """
+    shown = _WAGER.sub(lambda found: odds(found[1]), str(text or ""))
+    return _STATE_WORD.sub(lambda found: found[0].replace("_", " "), shown)
 
 
 @register.filter
@@ -232,6 +260,11 @@ def as_number(value: object) -> float | None:
     except ValueError:
         return None
     return None if math.isnan(number) else number
+
+
+def _counted(name: object, value: object) -> object:
+    is_index = name in _STAGE_FIELDS and isinstance(value, int) and not isinstance(value, bool)
+    return int(str(value)) + 1 if is_index else value
 
 
 def _fact(value: object) -> str:

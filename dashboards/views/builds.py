@@ -7,6 +7,7 @@ from django.views.decorators.http import require_POST, require_safe
 
 from builds.common.auth import Actor
 from builds.common.roles import Permission
+from builds.models import BuildJob, BuildTransition
 from builds.selectors.pages import build_detail as find_build
 from builds.selectors.pages import build_list as find_builds
 from builds.selectors.pages import build_state_counts
@@ -31,12 +32,19 @@ def _detail(request: HttpRequest, actor: Actor, build_id: int) -> HttpResponse:
     build = find_build(build_id=build_id)
     context = {
         "build": build,
+        "worker": build.job.lease_owner or _last_worker(build.job),
         "report": report_of(build.job.report),
         "can_retry": (BuildState(build.job.state), BuildEvent.RETRY) in BUILD_TRANSITIONS,
     }
     return show(
         request, actor, "build_detail", context, fragment="_build_live", final=build.is_final
     )
+
+
+def _last_worker(job: BuildJob) -> str:
+    """Return who took a build last: a finished one has given its lease back. One query."""
+    taken = BuildTransition.objects.filter(subject=job, new=BuildState.LEASED.value)
+    return taken.order_by("-pk").values_list("actor", flat=True).first() or ""
 
 
 def _retry(request: HttpRequest, actor: Actor, build_id: int) -> HttpResponseBase:

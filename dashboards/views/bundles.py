@@ -1,13 +1,18 @@
 """One bundle, and the manifest that is signed for it, byte for byte."""
 
+from typing import Final
+
 from django.http import HttpRequest, HttpResponse
 from django.views.decorators.http import require_safe
 
 from builds.common.auth import Actor
+from builds.selectors.pages import SectionRow
 from builds.selectors.pages import bundle_detail as find_bundle
 from compiler.contract.manifest import target_path
 from dashboards.pages import page, show
 from fleet.selectors.pages import devices_running
+
+EXPERT_PREFIX: Final = "expert."
 
 
 def _detail(request: HttpRequest, actor: Actor, manifest_sha256: str) -> HttpResponse:
@@ -15,11 +20,18 @@ def _detail(request: HttpRequest, actor: Actor, manifest_sha256: str) -> HttpRes
     manifest = detail.manifest
     context = {
         "detail": detail,
+        "sections": [row for row in detail.sections if not _is_expert(row)],
+        "experts": (experts := [row for row in detail.sections if _is_expert(row)]),
+        "experts_bytes": sum(row.section.size_bytes for row in experts),
         "running_count": devices_running(bundle_id=detail.bundle.pk),
         "deltas": (*detail.deltas_to, *detail.deltas_from),
         "path": target_path(manifest.model, manifest.release_seq, manifest.target),
     }
     return show(request, actor, "bundle_detail", context)
+
+
+def _is_expert(row: SectionRow) -> bool:
+    return row.section.component.startswith(EXPERT_PREFIX)
 
 
 def _manifest(request: HttpRequest, actor: Actor, manifest_sha256: str) -> HttpResponse:  # noqa: ARG001

@@ -12,6 +12,7 @@ from dashboards.evidence import evidence_strip, gate_rows, latency_comparison, l
 from dashboards.kpis import rollout_kpis
 from dashboards.pages import page, show
 from dashboards.paging import slice_below
+from dashboards.templatetags.sparsefleet import plain
 from fleet.gates import PROFILES, spec_from_json
 from fleet.selectors.rollout_lists import rollout_lines, rollout_rows, rollout_state_counts
 from fleet.selectors.rollout_page import RolloutDetail, rollout_page
@@ -64,6 +65,7 @@ def _detail(request: HttpRequest, actor: Actor, rollout_id: int) -> HttpResponse
         "actions": rollout_buttons(rollout, actor, reverse("rollout-detail", args=[rollout_id])),
         "held": any(card.stage.state == StageState.HELD for card in detail.stages)
         and rollout.state == RolloutState.RUNNING,
+        "is_over": rollout.state in FINAL_STATES,
         "kpis": rollout_kpis(detail),
         "strip": evidence_strip(detail.points, spec),
         "evidence_odds": odds_of(detail.points[-1].log_evidence) if detail.points else None,
@@ -102,20 +104,20 @@ def headline_of(detail: RolloutDetail) -> Headline | None:
         RolloutState.ROLLING_BACK: (
             "bad",
             "Rolling back",
-            f"{_devices(totals.returning)} on the way back to {base}. {rollout.end_reason}",
+            f"{_devices(totals.returning)} on the way back to {base}. {plain(rollout.end_reason)}",
         ),
         RolloutState.ROLLED_BACK: (
             "bad",
             "Rolled back",
             f"{_devices(totals.exposed)} exposed, {totals.returned} returned to {base}. "
-            f"{rollout.end_reason}",
+            f"{plain(rollout.end_reason)}",
         ),
         RolloutState.STOPPED: (
             "warn",
             "Halted" if rollout.halted_at else "Cancelled",
-            rollout.end_reason,
+            plain(rollout.end_reason),
         ),
-        RolloutState.FAILED: ("bad", "Failed", rollout.end_reason),
+        RolloutState.FAILED: ("bad", "Failed", plain(rollout.end_reason)),
         RolloutState.SUCCEEDED: (
             "good",
             "Delivered",
@@ -126,7 +128,7 @@ def headline_of(detail: RolloutDetail) -> Headline | None:
         return Headline(*sentences[state])
     held = next((card for card in detail.stages if card.stage.state == StageState.HELD), None)
     if held is not None:
-        return Headline("warn", f"Stage {held.stage.index + 1} is held", held.stage.reason)
+        return Headline("warn", f"Stage {held.stage.index + 1} is held", plain(held.stage.reason))
     return None
 
 

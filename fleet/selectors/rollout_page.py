@@ -11,7 +11,7 @@ from statistics import median
 from django.db.models import Count, Q, Sum
 
 from builds.common.errors import NotFoundError
-from compiler.contract.telemetry import Sketch, sketch_from_json
+from compiler.contract.telemetry import Sketch, sketch_from_row
 from fleet.gates.spec import Metric
 from fleet.models import (
     Device,
@@ -29,6 +29,7 @@ from fleet.selectors.pages import BAD_ENDS, Measured, measured_of, sum_of
 from fleet.states import OPEN_STATES, Arm, StageState, UpdateState
 
 MAX_DEVICES = 50
+WHOLE = 100.0
 MAX_LOG = 80
 MAX_POINTS = 240
 MAX_SKETCHES = 400
@@ -39,7 +40,11 @@ _CURRENT = (StageState.RUNNING.value, StageState.SOAKING.value, StageState.HELD.
 
 @dataclass(frozen=True, slots=True)
 class StageCard:
-    """One stage: its own new devices, and how far they are."""
+    """One stage: its own new devices, and how far they are.
+
+    `returned` counts those that a rollback sent back to their previous bundle, `returning` those
+    still on the way; `keeps_control`: a control slice stays out until the last stage.
+    """
 
     stage: Stage
     planned: int
@@ -48,6 +53,24 @@ class StageCard:
     succeeded: int
     failed: int
     open_count: int
+    returned: int = 0
+    returning: int = 0
+    keeps_control: bool = False
+
+    @property
+    def taken_back(self) -> int:
+        """Return how many devices got the version and were told to give it up again."""
+        return self.returned + self.returning
+
+    @property
+    def kept(self) -> int:
+        """Return how many devices of the stage run the version still."""
+        return 0 if self.taken_back else self.succeeded
+
+    @property
+    def bad(self) -> int:
+        """Return how many devices failed to update or had to go back."""
+        return self.failed + self.taken_back
 
     @property
     def is_current(self) -> bool:
@@ -58,10 +81,11 @@ class StageCard:
     def size_text(self) -> str:
         """Return how the stage was defined."""
         if self.stage.is_release:
-            return "control slice"
-        if self.stage.percent is not None:
-            return f"{self.stage.percent:g} %"
-        return f"{self.stage.count} devices"
+            return "the control slice, after the verdict"
+        if self.stage.percent is None:
+            return f"{self.stage.count} devices"
+        is_all = self.stage.percent >= WHOLE and self.keeps_control
+        return f"{self.stage.percent:g} %{' except control' if is_all else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,15 +213,19 @@ def _stage_cards(rollout: Rollout) -> tuple[StageCard, ...]:
     members = Enrolment.objects.filter(rollout=rollout).order_by()
     for stage_id, arm, count in members.values_list("stage_id", "arm").annotate(Count("pk")):
         enrolled[stage_id, arm] = count
-    states: dict[int, dict[str, int]] = {}
-    installs = Update.objects.filter(rollout=rollout, kind="install").order_by()
-    for stage_id, state, count in installs.values_list("stage_id", "state").annotate(Count("pk")):
-        states.setdefault(stage_id, {})[state] = count
+    states: dict[tuple[int, str], dict[str, int]] = {}
+    updates = Update.objects.filter(rollout=rollout).order_by()
+    by_state = updates.values_list("stage_id", "kind", "state").annotate(Count("pk"))
+    for stage_id, kind, state, count in by_state:
+        states.setdefault((stage_id, kind), {})[state] = count
     cards = []
     before = 0
-    for stage in Stage.objects.filter(rollout=rollout).defer("ledger").order_by("index"):
+    stages = list(Stage.objects.filter(rollout=rollout).defer("ledger").order_by("index"))
+    keeps_control = any(stage.is_release for stage in stages)
+    for stage in stages:
         up_to = stage.treatment_target if stage.treatment_target is not None else before
-        counts = states.get(stage.pk, {})
+        counts = states.get((stage.pk, "install"), {})
+        back = states.get((stage.pk, "rollback"), {})
         treated = enrolled.get((stage.pk, Arm.TREATMENT.value), 0)
         cards.append(
             StageCard(
@@ -208,6 +236,9 @@ def _stage_cards(rollout: Rollout) -> tuple[StageCard, ...]:
                 succeeded=counts.get(UpdateState.SUCCEEDED.value, 0),
                 failed=sum(counts.get(state, 0) for state in BAD_ENDS),
                 open_count=sum(counts.get(state, 0) for state in _OPEN),
+                returned=back.get(UpdateState.SUCCEEDED.value, 0),
+                returning=sum(back.get(state, 0) for state in _OPEN),
+                keeps_control=keeps_control,
             )
         )
         before = max(before, up_to)
@@ -244,7 +275,7 @@ def _arms(rollout: Rollout) -> tuple[Mapping[str, ArmSums], float | None]:
     limits: list[float] = []
     newest = stats.order_by("-pk").values_list("enrolment__arm", "enrolment__slow_ms", "latency")
     for arm, slow_ms, latency in newest[: 2 * MAX_SKETCHES]:
-        sketches[arm].merge(sketch_from_json(latency))
+        sketches[arm].merge(sketch_from_row(latency))
         if slow_ms is not None:
             limits.append(slow_ms)
     arms = {
@@ -326,7 +357,7 @@ def _device_row(enrolment: Enrolment, update: Update | None) -> RolloutDevice:
         measured=Measured(stats.answers, stats.failures, stats.scored, stats.correct)
         if stats
         else Measured(),
-        p95_ms=sketch_from_json(stats.latency).quantile(0.95) if stats else None,
+        p95_ms=sketch_from_row(stats.latency).quantile(0.95) if stats else None,
         seen_at=seen_at(enrolment.device),
     )
 
