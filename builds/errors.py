@@ -53,6 +53,12 @@ class PipelineInvalidError(InvalidInputError):
     code: ClassVar[str] = "version.pipeline_invalid"
 
 
+class MalformedUploadError(InvalidInputError):
+    """A model file is of another kind or was cut off; the compiler's code for the same fault."""
+
+    code: ClassVar[str] = "build.user.malformed_model"
+
+
 class VersionConflictError(ConflictError):
     """This version was already submitted with other content; versions are immutable."""
 

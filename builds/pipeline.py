@@ -17,6 +17,8 @@ from compiler.contract.manifest import NAME_PATTERN
 PIPELINE_FILE: Final = "pipeline.json"
 PIPELINE_SCHEMA: Final = "sparsefleet.pipeline/1"
 FAMILIES: Final = frozenset({"vision-embed-decoder", "graph"})
+CALIBRATION: Final = "calibration"
+CARD_SETS: Final = (CALIBRATION, "evaluation")
 MAX_PIPELINE_BYTES: Final = 4 << 20
 MAX_FILES: Final = 256
 MAX_NOTES: Final = 20_000
@@ -173,6 +175,20 @@ def require_pipeline(data: bytes, file_names: Sequence[str]) -> None:
             raise PipelineInvalidError(
                 f"{PIPELINE_FILE}: component {name!r} names the file {file!r}",
                 hint="files of this submission: " + ", ".join(sorted(file_names)),
+            )
+    _require_sets(document, frozenset(file_names))
+
+
+def _require_sets(document: Mapping[str, Json], file_names: frozenset[str]) -> None:
+    """Check that sets of cards are there whole; a model with pictures needs calibration."""
+    for stem in CARD_SETS:
+        wanted = {f"{stem}.json", f"{stem}.npz"}
+        is_needed = stem == CALIBRATION and document.get("image") is not None
+        missing = sorted(wanted - file_names)
+        if missing and (is_needed or len(missing) < len(wanted)):
+            raise PipelineInvalidError(
+                f"the {stem} set is incomplete: {' and '.join(missing)} missing",
+                hint=f"submit {stem}.json and {stem}.npz, format sparsefleet.cards/1",
             )
 
 

@@ -19,12 +19,12 @@ TIME_LIMIT_S = int(settings.SPARSEFLEET.build_time_limit_s) + 300
 def tick() -> None:
     """Free dead leases, ring the queue, renew metadata; do one job here if the queue is deaf."""
     due = everything_due()
+    if due.check_id is not None:
+        check_in_slot(due.check_id)
     if due.build_id is not None:
         build_in_slot(due.build_id)
     if due.delta_id is not None:
         delta_in_slot(due.delta_id)
-    if due.check_id is not None:
-        check_in_slot(due.check_id)
 
 
 @shared_task(name=Task.BUILD_RUN.value, time_limit=TIME_LIMIT_S)

@@ -55,9 +55,11 @@ def main(stdin: TextIO, stdout: TextIO) -> int:
 
 def _compile(job: Mapping[str, Any], say: Say) -> None:
     from compiler.driver.bundle_files import read_bundle, write_bundle
+    from compiler.driver.cards import require_sets
     from compiler.driver.compile import compile_model
     from compiler.driver.options import CompileOptions
 
+    require_sets(Path(job["submission"]))
     base = _base(*read_bundle(Path(job["base"]))) if job["base"] else None
     options = CompileOptions(
         target=job["target"],
@@ -74,11 +76,14 @@ def _compile(job: Mapping[str, Any], say: Say) -> None:
 
 
 def _check(job: Mapping[str, Any], say: Say) -> None:
+    from compiler.driver.cards import require_sets
     from compiler.driver.lowering import lower_submission
     from compiler.driver.stages import StageClock
 
     clock = StageClock(lambda stage, fraction: say(Progress(stage, fraction)))
-    lower_submission(Path(job["submission"]), clock)
+    submission = Path(job["submission"])
+    require_sets(submission)
+    lower_submission(submission, clock)
 
 
 def _base(

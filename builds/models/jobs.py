@@ -30,7 +30,7 @@ class LeasedModel(models.Model):
 
 
 class VersionCheck(LeasedModel):
-    """A version that waits for its first look, because no target is active; gone when done."""
+    """A version that waits for its first look; gone when done."""
 
     version = models.OneToOneField(ModelVersion, on_delete=models.CASCADE, related_name="check_row")
 

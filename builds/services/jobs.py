@@ -262,6 +262,14 @@ def _refuse_version(job: BuildJob, failure: CompileFailure, owner: str, now: dat
         message=str(failure),
         hint=failure.hint,
     )
+    waiting_refuse(version=version, failure=failure, actor=owner, by=f"build {job.pk}", now=now)
+
+
+@transaction.atomic
+def waiting_refuse(
+    *, version: ModelVersion, failure: CompileFailure, actor: str, by: str, now: datetime
+) -> None:
+    """End the waiting jobs of a version that was refused; the caller has locked the version."""
     waiting = BuildJob.objects.select_for_update().filter(
         version=version, state=BuildState.QUEUED.value
     )
@@ -271,8 +279,8 @@ def _refuse_version(job: BuildJob, failure: CompileFailure, owner: str, now: dat
             table=BUILD_TRANSITIONS,
             event=BuildEvent.FAIL_USER,
             log=BuildTransition,
-            actor=owner,
-            reason=f"the version was refused by build {job.pk}",
+            actor=actor,
+            reason=f"the version was refused by {by}",
             changes={**_error_columns(failure), "finished_at": now},
         )
 

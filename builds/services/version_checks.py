@@ -1,7 +1,8 @@
-"""The first look at a version that no target is active for: can the compiler read it at all?
+"""The first look at a version: can the compiler read it at all?
 
-With an active target the build itself is the look. Without one there would be nobody to say that
-an upload was truncated. The row of `VersionCheck` is the work that waits; it goes when it is done.
+A build looks too, but only when a target is active, and only after the builds of older versions,
+one of which may wait for the lease of a dead worker to run out. The look waits for nobody. The row
+of `VersionCheck` is the work that waits; it goes when it is done.
 """
 
 from datetime import datetime, timedelta
@@ -15,8 +16,9 @@ from builds.common.clock import Clock, SystemClock
 from builds.common.enqueue import Task, enqueue
 from builds.errors import CompileFailure, LeaseLostError
 from builds.models import ModelVersion, VersionCheck
-from builds.services.jobs import backoff
+from builds.services.jobs import backoff, waiting_refuse
 from builds.services.version_states import version_accept, version_refuse
+from builds.states import VersionState
 
 MAX_RINGS: Final = 32
 
@@ -87,12 +89,17 @@ def check_fail(
     if failure.is_user_fault:
         row.delete()
         version_refuse(version=version, actor=owner, code=error[0], message=error[1], hint=error[2])
+        waiting_refuse(
+            version=version, failure=failure, actor=owner, by="the first look at it", now=now
+        )
     elif failure.can_retry and check.attempt < settings.SPARSEFLEET.build_attempts:
         row.lease_owner, row.lease_until, row.rung_at = "", None, None
         row.not_before = now + backoff(check.attempt)
         row.save()
-    else:  # the version stays as it is: a build will look again once a target is active
+    else:  # the version stays as it is: a build will look again
         row.delete()
+        if version.state != VersionState.SUBMITTED.value:
+            return
         version.error_code, version.error_message, version.error_hint = error
         version.save(update_fields=["error_code", "error_message", "error_hint"])
 

@@ -11,6 +11,7 @@ from builds.common.errors import ConflictError, InvalidInputError, NotFoundError
 from builds.common.roles import Permission
 from builds.errors import BlobMissingError, VersionConflictError
 from builds.models import Blob, Model, ModelVersion, Target
+from builds.onnx_outline import require_onnx
 from builds.pipeline import FileRef, Submission, require_name, require_pipeline, require_submission
 from builds.services.jobs import jobs_create
 from builds.services.version_checks import check_create
@@ -18,6 +19,7 @@ from builds.storage import blob_store
 from compiler.contract.canonical import canonical_bytes, sha256_hex
 
 MAX_TITLE = 200
+ONNX_SUFFIX = ".onnx"
 
 
 @transaction.atomic
@@ -46,7 +48,7 @@ def model_create(*, actor: Actor, name: str, title: str = "") -> tuple[Model, bo
 def version_submit(
     *, actor: Actor, model_name: str, submission: Submission
 ) -> tuple[ModelVersion, bool]:
-    """Take a version in: cheap checks now, then build jobs for every active target.
+    """Take a version in: cheap checks now, then a first look and build jobs.
 
     Returns:
         The version and whether it is new; the same submission again returns the same version.
@@ -54,7 +56,8 @@ def version_submit(
     Raises:
         NotFoundError: No such model, or no such base version.
         BlobMissingError: A file was not uploaded, or has another size.
-        PipelineInvalidError: `pipeline.json` is missing or wrong.
+        PipelineInvalidError: `pipeline.json` is missing or wrong, or files it needs are missing.
+        MalformedUploadError: A `.onnx` file is of another kind or cut off.
         VersionConflictError: The version exists with other content.
     """
     require(actor, Permission.SUBMIT)
@@ -68,6 +71,10 @@ def version_submit(
     with blob_store().open(pipeline.sha256) as stream:
         data = stream.read(pipeline.size_bytes)
     require_pipeline(data, [item.name for item in submission.files])
+    for item in submission.files:
+        if item.name.endswith(ONNX_SUFFIX):
+            with blob_store().open(item.sha256) as stream:
+                require_onnx(stream, item.name)
     return _insert(actor, model_name, submission, digest)
 
 
@@ -95,9 +102,8 @@ def _insert(
         submission_sha256=digest,
         submitted_by=actor.name,
     )
-    jobs = jobs_create(version=version, targets=list(Target.objects.filter(active=True)))
-    if not jobs:
-        check_create(version=version)
+    check_create(version=version)
+    jobs_create(version=version, targets=list(Target.objects.filter(active=True)))
     audit(
         actor=actor.name,
         action="version.submit",

@@ -24,9 +24,12 @@ from compiler.contract.fields import (
     require_text,
 )
 from compiler.contract.pipeline import ImageSpec
+from compiler.driver.provenance import CALIBRATION
 from compiler.errors import MalformedModelError
+from compiler.frontend.pipeline_json import read_pipeline
 
 SCHEMA: Final = "sparsefleet.cards/1"
+EVALUATION: Final = "evaluation"
 MAX_CARDS: Final = 100_000
 MAX_QUESTIONS: Final = 1_000
 MAX_WORDS: Final = 4_096
@@ -85,8 +88,32 @@ def read_cards(directory: Path, stem: str, image: ImageSpec) -> tuple[Card, ...]
         return tuple(_card(item, images) for item in cards)
     except (ContractError, OSError) as error:
         raise MalformedModelError(
-            f"{stem} set: {error}", hint=f"{stem}.json and {stem}.npz in format {SCHEMA}"
+            f"{stem} set: {_reason(error)}", hint=f"{stem}.json and {stem}.npz in format {SCHEMA}"
         ) from error
+
+
+def require_sets(directory: Path) -> None:
+    """Check the format of the calibration set, and of the evaluation set if there is one.
+
+    A model that sees no pictures has no sets.
+
+    Raises:
+        MalformedModelError: As `read_cards` says, or `pipeline.json` cannot be read.
+    """
+    image = read_pipeline(directory).image
+    if image is None:
+        return
+    size = ImageSpec(image.height, image.width, image.channels)
+    read_cards(directory, CALIBRATION, size)
+    if any((directory / f"{EVALUATION}{suffix}").exists() for suffix in (".json", ".npz")):
+        read_cards(directory, EVALUATION, size)
+
+
+def _reason(error: ContractError | OSError) -> str:
+    """Return what happened, with the name of the file but not its folder on this machine."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return str(error)
+    return f"{Path(error.filename).name}: {error.strerror}"
 
 
 def _document(data: bytes, stem: str) -> Mapping[str, Json]:

@@ -9,11 +9,16 @@ from django.test import Client
 
 from builds.common.auth import token_create
 from builds.common.roles import Role
+from builds.errors import CompileFailure
 from builds.models import AuditEvent, Blob, BuildJob, ModelVersion, VersionCheck
 from builds.services.deltas import delta_request
+from builds.services.jobs import build_lease_next
+from builds.services.version_checks import check_fail, check_lease_next
 from builds.states import VersionState
 from builds.storage import blob_store
+from tests.conftest import FakeClock
 from tests.factories.builds import (
+    MINIMAL_ONNX,
     PIPELINE,
     make_bundle,
     make_model,
@@ -87,7 +92,7 @@ def ci() -> Api:
 @pytest.fixture
 def submission(ci: Api) -> dict[str, object]:
     make_model("doc-reader")
-    files = ci.upload(pipeline__json=json.dumps(PIPELINE).encode(), model__onnx=b"weights")
+    files = ci.upload(pipeline__json=json.dumps(PIPELINE).encode(), model__onnx=MINIMAL_ONNX)
     return {"version": "1.0.0", "files": files, "claim": {"accuracy": 0.9}, "notes": "first"}
 
 
@@ -164,6 +169,27 @@ def test_it_takes_a_version_in_and_queues_a_build_per_active_target(
     assert (body["state"], body["release_seq"], body["error"]) == ("submitted", 1, None)
     assert len(body["builds"]) == 2
     assert AuditEvent.objects.filter(action="version.submit").count() == 1
+
+
+def test_it_looks_at_a_version_first_whoever_works_on_an_older_one(
+    ci: Api, submission: dict[str, object], clock: FakeClock
+) -> None:
+    make_target()
+    ci.post("/models/doc-reader/versions", submission)
+    [older] = VersionCheck.objects.all()
+    assert check_lease_next(owner="dead", check_id=older.pk, clock=clock) == older
+    assert build_lease_next(owner="dead", clock=clock) is not None
+    ci.post("/models/doc-reader/versions", {**submission, "version": "2.0.0"})
+    assert build_lease_next(owner="w", clock=clock) is None
+    check = check_lease_next(owner="w", clock=clock)
+    assert check is not None
+    assert check.version.version == "2.0.0"
+    fault = CompileFailure("Foo", failure_code="build.user.unsupported_op", can_retry=False)
+    check_fail(check=check, owner="w", failure=fault, clock=clock)
+    check.version.refresh_from_db()
+    assert check.version.state == VersionState.INVALID.value
+    [job] = check.version.jobs.all()
+    assert (job.state, job.error_code) == ("failed_user", "build.user.unsupported_op")
 
 
 def test_it_queues_a_first_look_when_no_target_is_active(
@@ -271,6 +297,42 @@ def test_it_takes_a_claim_that_is_just_small_enough(ci: Api, submission: dict[st
     assert (answer.status_code, answer.json()["claim"]) == (201, claim)
 
 
+@pytest.mark.parametrize("data", [b"weights", b"{}", MINIMAL_ONNX[:-1], MINIMAL_ONNX[:4]])
+def test_it_refuses_a_file_that_is_no_model(
+    ci: Api, submission: dict[str, object], data: bytes
+) -> None:
+    files = ci.upload(pipeline__json=json.dumps(PIPELINE).encode(), model__onnx=data)
+    answer = ci.post("/models/doc-reader/versions", {**submission, "files": files})
+    assert (answer.status_code, answer.json()["code"]) == (422, "build.user.malformed_model")
+    assert "model.onnx" in answer.json()["detail"]
+    assert answer.json()["hint"]
+    assert ModelVersion.objects.count() == 0
+
+
+@pytest.mark.parametrize(
+    ("image", "sets", "status"),
+    [
+        (True, (), 422),
+        (True, ("calibration.json",), 422),
+        (True, ("calibration.json", "calibration.npz"), 201),
+        (True, ("calibration.json", "calibration.npz", "evaluation.json"), 422),
+        (False, (), 201),
+        (False, ("evaluation.npz",), 422),
+    ],
+)
+def test_it_wants_whole_sets_and_calibration_for_a_model_with_pictures(
+    ci: Api, submission: dict[str, object], image: bool, sets: tuple[str, ...], status: int
+) -> None:
+    pipeline = PIPELINE | ({"image": {"height": 1}} if image else {})
+    contents = {"pipeline__json": json.dumps(pipeline).encode(), "model__onnx": MINIMAL_ONNX}
+    files = ci.upload(**contents, **{name.replace(".", "__"): b"x" for name in sets})
+    answer = ci.post("/models/doc-reader/versions", {**submission, "files": files})
+    assert answer.status_code == status
+    if status == 422:
+        assert answer.json()["code"] == "version.pipeline_invalid"
+        assert "set is incomplete" in answer.json()["detail"]
+
+
 @pytest.mark.parametrize(
     "pipeline",
     [
@@ -285,7 +347,7 @@ def test_it_takes_a_claim_that_is_just_small_enough(ci: Api, submission: dict[st
 def test_it_refuses_a_bad_pipeline_description(
     ci: Api, submission: dict[str, object], pipeline: bytes
 ) -> None:
-    files = ci.upload(pipeline__json=pipeline, model__onnx=b"weights")
+    files = ci.upload(pipeline__json=pipeline, model__onnx=MINIMAL_ONNX)
     answer = ci.post("/models/doc-reader/versions", {**submission, "files": files})
     assert (answer.status_code, answer.json()["code"]) == (422, "version.pipeline_invalid")
 

@@ -1,13 +1,14 @@
 """Cards: the format of calibration and evaluation sets, and what breaks it."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from compiler.contract.pipeline import ImageSpec
 from compiler.driver import cards as cards_module
-from compiler.driver.cards import Question, read_cards
+from compiler.driver.cards import Question, read_cards, require_sets
 from compiler.errors import MalformedModelError
 
 SPEC = ImageSpec(2, 3, 1)
@@ -98,3 +99,28 @@ def test_it_refuses_a_bomb_before_unpacking_it(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(cards_module, "MAX_IMAGE_BYTES", 100)
     with pytest.raises(MalformedModelError, match="unpacks to"):
         read_cards(_write(tmp_path), "evaluation", SPEC)
+
+
+def test_it_names_a_missing_file_without_its_folder(tmp_path) -> None:
+    with pytest.raises(MalformedModelError, match=r"evaluation\.json") as caught:
+        read_cards(tmp_path, "evaluation", SPEC)
+    assert str(tmp_path) not in str(caught.value)
+    (_write(tmp_path) / "evaluation.npz").unlink()
+    with pytest.raises(MalformedModelError, match=r"evaluation\.npz") as caught:
+        read_cards(tmp_path, "evaluation", SPEC)
+    assert str(tmp_path) not in str(caught.value)
+
+
+def test_it_checks_both_sets_of_a_model_with_pictures(tmp_path, monkeypatch) -> None:
+    image = SimpleNamespace(height=2, width=3, channels=1)
+    monkeypatch.setattr(cards_module, "read_pipeline", lambda _folder: SimpleNamespace(image=image))
+    with pytest.raises(MalformedModelError, match="calibration set"):
+        require_sets(tmp_path)
+    calibration = DOCUMENT | {"images": "calibration.npz"}
+    (tmp_path / "calibration.json").write_text(json.dumps(calibration))
+    np.savez_compressed(tmp_path / "calibration.npz", images=IMAGES)
+    require_sets(tmp_path)
+    (tmp_path / "evaluation.json").write_text("[1,2]")
+    with pytest.raises(MalformedModelError, match="evaluation set"):
+        require_sets(tmp_path)
+    require_sets(_write(tmp_path))
