@@ -1,5 +1,6 @@
 """Errors of this app."""
 
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import ClassVar
 
@@ -78,6 +79,17 @@ class ApprovalError(ForbiddenError):
     """Whoever made a rollout may not approve it."""
 
     code: ClassVar[str] = "fleet.approval"
+
+
+class MethodNotAllowedError(ApplicationError):
+    """This address does not know the method of the request; `allow` names those that it knows."""
+
+    code: ClassVar[str] = "fleet.method"
+    status: ClassVar[HTTPStatus] = HTTPStatus.METHOD_NOT_ALLOWED
+
+    def __init__(self, methods: Sequence[str]) -> None:
+        self.allow = ", ".join(methods)
+        super().__init__("the method is not allowed here", hint=f"use {self.allow}")
 
 
 class StaleSnapshotError(ApplicationError):

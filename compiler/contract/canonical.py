@@ -17,6 +17,7 @@ Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
 
 MAX_DOCUMENT_BYTES = 16 * 1024 * 1024
 SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
+_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def canonical_bytes(value: Json) -> bytes:
@@ -35,7 +36,8 @@ def parse_object(data: bytes, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> dict[
 
     Raises:
         LimitExceededError: `data` is longer than `limit_bytes`; it was not parsed.
-        ContractError: Not UTF-8 JSON, no object, duplicate keys, too deep, or not finite.
+        ContractError: Not UTF-8 JSON, no object, duplicate keys, too deep, not finite, or
+            a string that is no Unicode text (half of a surrogate pair).
     """
     if len(data) > limit_bytes:
         raise LimitExceededError(f"document of {len(data)} bytes, limit {limit_bytes}")
@@ -50,6 +52,8 @@ def parse_object(data: bytes, *, limit_bytes: int = MAX_DOCUMENT_BYTES) -> dict[
         raise ContractError(f"not a strict JSON document: {error}") from error
     if not isinstance(value, dict):
         raise ContractError("a JSON object is expected")
+    if _SURROGATE_ESCAPE.search(data):
+        _require_unicode(value)
     return value
 
 
@@ -67,6 +71,14 @@ def require_sha256(value: object, what: str) -> str:
     if not isinstance(value, str) or SHA256_PATTERN.fullmatch(value) is None:
         raise ContractError(f"{what} is not a SHA-256 digest")
     return value
+
+
+def _require_unicode(value: dict[str, Json]) -> None:
+    """Refuse strings that no UTF-8 text can hold; only an escape can bring one in."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise ContractError("half of a surrogate pair in a JSON string") from error
 
 
 def _unique_pairs(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

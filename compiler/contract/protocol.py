@@ -36,6 +36,9 @@ REPORT_SCHEMA: Final = "sparsefleet.report/1"
 MAX_DOCUMENT_BYTES: Final = 256 * 1024
 MAX_REPORT_TEXT: Final = 2_000
 NONCE_BYTES: Final = 16
+MAX_INTEGER: Final = (1 << 63) - 1
+MAX_SEQ: Final = (1 << 31) - 1
+MAX_DOWNLOADED_BYTES: Final = 1 << 44  # 16 TiB; a sum over many devices still fits 63 bits
 
 # RFC 9421: what a signature by the device key has to cover, and for how long it is good.
 SIGNATURE_TAG: Final = "sparsefleet-device"
@@ -211,7 +214,7 @@ class UpdateReport:
                 "running_manifest_sha256": self.running_manifest_sha256,
                 "downloaded_bytes": self.downloaded_bytes,
                 "code": self.code,
-                "message": self.message[:MAX_REPORT_TEXT],
+                "message": self.message.replace("\0", "")[:MAX_REPORT_TEXT],
             }
         )
 
@@ -232,12 +235,12 @@ def parse_report(data: bytes) -> UpdateReport:
     return UpdateReport(
         update_id=integer(document, "update_id"),
         attempt=integer(document, "attempt"),
-        seq=integer(document, "seq"),
+        seq=integer(document, "seq", MAX_SEQ),
         state=UpdateState(str(state)),
         running_manifest_sha256=require_sha256(running, "running_manifest_sha256")
         if running
         else "",
-        downloaded_bytes=integer(document, "downloaded_bytes"),
+        downloaded_bytes=integer(document, "downloaded_bytes", MAX_DOWNLOADED_BYTES),
         code=text(document, "code"),
         message=text(document, "message")[:MAX_REPORT_TEXT],
     )
@@ -317,15 +320,17 @@ def _delta_offer(value: Mapping[str, Json]) -> DeltaOffer:
     )
 
 
-def integer(document: Mapping[str, Json], name: str) -> int:
-    """Return the non-negative integer field `name`.
+def integer(document: Mapping[str, Json], name: str, limit: int = MAX_INTEGER) -> int:
+    """Return the non-negative integer field `name`, at most `limit`.
 
     Raises:
-        ContractError: It is missing, not an integer, or negative.
+        ContractError: It is missing, not an integer, negative, or above `limit`.
     """
     value = document.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 63:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ContractError(f"{name} must be a non-negative integer")
+    if value > limit:
+        raise ContractError(f"{name} is above its limit of {limit}")
     return value
 
 
@@ -338,9 +343,9 @@ def text(document: Mapping[str, Json], name: str) -> str:
     """Return the string field `name`.
 
     Raises:
-        ContractError: It is missing or not a string.
+        ContractError: It is missing, not a string, or holds a NUL (no database column can).
     """
     value = document.get(name)
-    if not isinstance(value, str):
-        raise ContractError(f"{name} must be a string")
+    if not isinstance(value, str) or "\0" in value:
+        raise ContractError(f"{name} must be a string without NUL")
     return value

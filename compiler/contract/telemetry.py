@@ -10,11 +10,11 @@ so it is associative, order-free and exact; the relative error of a quantile is 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeGuard
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object, require_sha256
 from compiler.contract.errors import ContractError
-from compiler.contract.protocol import integer, optional_integer, text
+from compiler.contract.protocol import MAX_SEQ, integer, optional_integer, text
 
 SCHEMA: Final = "sparsefleet.telemetry/1"
 MAX_BATCH_BYTES: Final = 64 * 1024
@@ -22,7 +22,8 @@ MAX_BUCKETS: Final = 2_048
 BUCKETS_PER_OCTAVE: Final = 32
 MIN_INDEX: Final = -1_024  # 2^-32
 MAX_INDEX: Final = 1_024  # 2^32
-_LIMIT: Final = 1 << 53
+MAX_ANSWERS_PER_BATCH: Final = 1_000_000
+MAX_SUM: Final = (1 << 53) - 1  # stored sums stop here: exact in JSON, far below 63 bits
 
 
 @dataclass(slots=True)
@@ -34,12 +35,12 @@ class Sketch:
     def add(self, value: float, count: int = 1) -> None:
         """Count `value` (any unit, the same for the whole sketch)."""
         index = bucket_index(value)
-        self.buckets[index] = self.buckets.get(index, 0) + count
+        self.buckets[index] = saturating_sum(self.buckets.get(index, 0), count)
 
     def merge(self, other: "Sketch") -> None:
-        """Add the counts of `other` to this sketch."""
+        """Add the counts of `other` to this sketch; a count stops at `MAX_SUM`."""
         for index, count in other.buckets.items():
-            self.buckets[index] = self.buckets.get(index, 0) + count
+            self.buckets[index] = saturating_sum(self.buckets.get(index, 0), count)
 
     @property
     def count(self) -> int:
@@ -69,6 +70,11 @@ class Sketch:
         return [[index, count] for index, count in sorted(self.buckets.items())]
 
 
+def saturating_sum(first: int, second: int) -> int:
+    """Return the sum of two counts, at most `MAX_SUM`; associative and order-free."""
+    return min(first + second, MAX_SUM)
+
+
 def bucket_index(value: float) -> int:
     """Return the bucket of `value` on the fixed grid, clamped to its ends."""
     if not value > 0:
@@ -83,7 +89,7 @@ def bucket_value(index: int) -> float:
 
 
 def sketch_from_json(value: Json) -> Sketch:
-    """Parse a sketch.
+    """Parse a sketch that came over the wire; for stored ones see `sketch_from_row`.
 
     Raises:
         ContractError: Not a list of [index, count] pairs in ascending order and in range.
@@ -96,13 +102,32 @@ def sketch_from_json(value: Json) -> Sketch:
         if not isinstance(item, list) or len(item) != 2:
             raise ContractError("a sketch bucket is [index, count]")
         index, count = item
-        if not _is_integer(index, MIN_INDEX, MAX_INDEX) or not _is_integer(count, 1, _LIMIT):
+        if not _is_integer(index, MIN_INDEX, MAX_INDEX) or not _is_integer(
+            count, 1, MAX_ANSWERS_PER_BATCH
+        ):
             raise ContractError("sketch bucket out of range")
         if index <= previous:
             raise ContractError("sketch buckets must be in ascending order")
         previous = index
         buckets[index] = count
     return Sketch(buckets)
+
+
+def sketch_from_row(value: Json) -> Sketch:
+    """Return a sketch that this platform stored itself; never raises.
+
+    Sums are larger than what one batch may hold, so the limits of the wire do not apply: counts
+    stop at `MAX_SUM`, and what is not a bucket of the grid is left out, so that one damaged row
+    costs its own numbers and nothing else.
+    """
+    sketch = Sketch()
+    for item in value if isinstance(value, list) else ():
+        if not isinstance(item, list) or len(item) != 2:
+            continue
+        index, count = item
+        if _is_integer(index, MIN_INDEX, MAX_INDEX) and _is_integer(count, 1, None):
+            sketch.buckets[index] = saturating_sum(sketch.buckets.get(index, 0), count)
+    return sketch
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +190,12 @@ def parse_batch(data: bytes) -> TelemetryBatch:
     if document.get("schema") != SCHEMA:
         raise ContractError(f"telemetry schema must be {SCHEMA!r}")
     boot_id = text(document, "boot_id")
-    if not 8 <= len(boot_id) <= 64 or not boot_id.isalnum():
-        raise ContractError("boot_id must be 8..64 letters and digits")
-    counts = {name: integer(document, name) for name in _COUNTS}
+    if not 8 <= len(boot_id) <= 64 or not (boot_id.isascii() and boot_id.isalnum()):
+        raise ContractError("boot_id must be 8..64 ASCII letters and digits")
+    counts = {name: integer(document, name, MAX_ANSWERS_PER_BATCH) for name in _COUNTS}
     batch = TelemetryBatch(
         boot_id=boot_id,
-        seq=integer(document, "seq"),
+        seq=integer(document, "seq", MAX_SEQ),
         manifest_sha256=require_sha256(document.get("manifest_sha256"), "manifest_sha256"),
         rollout_id=optional_integer(document, "rollout_id"),
         stage=optional_integer(document, "stage"),
@@ -199,5 +224,7 @@ def _require_consistent(batch: TelemetryBatch) -> None:
         raise ContractError("telemetry counts contradict each other")
 
 
-def _is_integer(value: Json, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+def _is_integer(value: Json, low: int, high: int | None) -> TypeGuard[int]:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        return False
+    return high is None or value <= high

@@ -16,7 +16,6 @@ from typing import Any, Final
 from django.conf import settings
 from django.http import HttpRequest, HttpResponse
 from django.views.decorators.csrf import csrf_exempt
-from django.views.decorators.http import require_GET, require_POST
 
 from builds.common.clock import SystemClock
 from builds.common.errors import ApplicationError, InvalidInputError
@@ -28,7 +27,7 @@ from compiler.contract.fingerprint import fingerprint_from_json
 from compiler.contract.protocol import MAX_DOCUMENT_BYTES, PATH_TUF, parse_report, text
 from compiler.contract.telemetry import MAX_BATCH_BYTES, parse_batch
 from fleet.common.tokens import bearer, check, token_key
-from fleet.errors import DeviceStateError, DeviceUnauthorizedError
+from fleet.errors import DeviceStateError, DeviceUnauthorizedError, MethodNotAllowedError
 from fleet.models import Device
 from fleet.selectors.poll import device_poll_answer
 from fleet.services.assignments import update_assignment
@@ -49,25 +48,35 @@ JSON: Final = "application/json"
 View = Callable[..., HttpResponse]
 
 
-def problems(view: View) -> View:
-    """Turn errors that were raised on purpose into problem documents."""
+def _device_view(*methods: str) -> Callable[[View], View]:
+    """Return a decorator: answers these methods only, errors raised on purpose as problems."""
 
-    @wraps(view)
-    def answer(request: HttpRequest, **kwargs: Any) -> HttpResponse:  # noqa: ANN401
-        try:
-            return view(request, **kwargs)
-        except (ApplicationError, ContractError) as error:
-            response = problem_of(error)
-            if response.status_code == HTTPStatus.UNAUTHORIZED:
-                response["WWW-Authenticate"] = "Bearer"
-            return response
+    def decorate(view: View) -> View:
+        @csrf_exempt  # devices have no cookies: a signature or a session token says who asks
+        @wraps(view)
+        def answer(request: HttpRequest, **kwargs: Any) -> HttpResponse:  # noqa: ANN401
+            try:
+                if request.method not in methods:
+                    raise MethodNotAllowedError(methods)
+                return view(request, **kwargs)
+            except (ApplicationError, ContractError) as error:
+                return _problem(error)
 
-    return answer
+        return answer
+
+    return decorate
 
 
-@csrf_exempt
-@require_POST
-@problems
+def _problem(error: ApplicationError | ContractError) -> HttpResponse:
+    response = problem_of(error)
+    if response.status_code == HTTPStatus.UNAUTHORIZED:
+        response["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, MethodNotAllowedError):
+        response["Allow"] = error.allow
+    return response
+
+
+@_device_view("POST")
 def enrol(request: HttpRequest) -> HttpResponse:
     body = _body(request, MAX_DOCUMENT_BYTES)
     document = parse_object(body, limit_bytes=MAX_DOCUMENT_BYTES)
@@ -85,9 +94,7 @@ def enrol(request: HttpRequest) -> HttpResponse:
     return _json(answer, HTTPStatus.CREATED if created else HTTPStatus.OK)
 
 
-@csrf_exempt
-@require_POST
-@problems
+@_device_view("POST")
 def token(request: HttpRequest) -> HttpResponse:
     body = _body(request, MAX_DOCUMENT_BYTES)
     device_id = text(parse_object(body, limit_bytes=MAX_DOCUMENT_BYTES), "device_id")
@@ -106,8 +113,7 @@ def token(request: HttpRequest) -> HttpResponse:
     )
 
 
-@require_GET
-@problems
+@_device_view("GET", "HEAD")
 def assignment(request: HttpRequest, update_id: int) -> HttpResponse:
     device = _device(request)
     data = update_assignment(
@@ -116,9 +122,7 @@ def assignment(request: HttpRequest, update_id: int) -> HttpResponse:
     return HttpResponse(data, content_type=JSON, headers={"Cache-Control": "no-store"})
 
 
-@csrf_exempt
-@require_POST
-@problems
+@_device_view("POST")
 def report(request: HttpRequest, update_id: int) -> HttpResponse:
     device = _device(request)
     fact = parse_report(_body(request, MAX_DOCUMENT_BYTES))
@@ -130,17 +134,14 @@ def report(request: HttpRequest, update_id: int) -> HttpResponse:
     )
 
 
-@csrf_exempt
-@require_POST
-@problems
+@_device_view("POST")
 def telemetry(request: HttpRequest) -> HttpResponse:
     device = _device(request)
     batch = parse_batch(_body(request, MAX_BATCH_BYTES))
     return _json({"new": telemetry_ingest(device_pk=device.pk, batch=batch)})
 
 
-@require_GET
-@problems
+@_device_view("GET", "HEAD")
 def poll(request: HttpRequest) -> HttpResponse:
     device = _device(request)
     answer = device_poll_answer(device_pk=device.pk)

@@ -7,6 +7,7 @@ from typing import Any, Final
 from urllib.parse import parse_qs
 
 from django.conf import settings
+from django.db import DatabaseError, close_old_connections
 
 from builds.common.clock import Clock, SystemClock
 from builds.common.errors import ApplicationError, InvalidInputError, NotFoundError
@@ -18,10 +19,17 @@ from fleet.edge.blobs import blob_answer
 from fleet.edge.holder import BeatBuffer, Keeper, SnapshotHolder
 from fleet.edge.snapshot import Snapshot
 from fleet.edge.wire import Environ, StartResponse, WsgiApp, problem, status_line
-from fleet.errors import DeviceStateError, DeviceUnauthorizedError, UpdateCancelledError
+from fleet.errors import (
+    DeviceStateError,
+    DeviceUnauthorizedError,
+    MethodNotAllowedError,
+    StaleSnapshotError,
+    UpdateCancelledError,
+)
+from fleet.selectors.poll import late_delta_offered
 
 PATH_BLOBS: Final = "/d/v1/blobs/"
-READING: Final = frozenset(("GET", "HEAD"))
+READING: Final = ("GET", "HEAD")
 _OK: Final = status_line(HTTPStatus.OK)
 _UNCHANGED: Final = status_line(HTTPStatus.NOT_MODIFIED)
 
@@ -51,11 +59,11 @@ class Edge:
         is_poll = path == PATH_POLL
         if not is_poll and not path.startswith(PATH_BLOBS):
             return self._behind(environ, start_response)
-        if environ["REQUEST_METHOD"] not in READING:
-            return self._behind(environ, start_response)
         if self._keeper is not None:
             self._keeper.ensure()
         try:
+            if environ["REQUEST_METHOD"] not in READING:
+                raise MethodNotAllowedError(READING)
             if is_poll:
                 return self._poll(environ, start_response)
             return self._blob(environ, start_response, path[len(PATH_BLOBS) :])
@@ -92,7 +100,26 @@ class Edge:
             raise UpdateCancelledError(
                 f"update {update_id} may not proceed", hint="poll for what to do instead"
             )
+        self._require_blob_of(update_id, sha256)
         return blob_answer(environ, start_response, blob_store(), sha256, is_live)
+
+    def _require_blob_of(self, update_id: int, sha256: str) -> None:
+        """Check that a blob belongs to an update; asks the database only if it seems not to.
+
+        Raises:
+            NotFoundError: It is neither a section of the update's bundle nor its delta.
+            StaleSnapshotError: The database cannot be asked.
+        """
+        download = self._holder.current().downloads.get(update_id)
+        if download is not None and download.allows(sha256):
+            return
+        try:
+            close_old_connections()
+            is_late = late_delta_offered(update_id=update_id, sha256=sha256)
+        except DatabaseError as error:
+            raise StaleSnapshotError(f"the database cannot be asked: {error}") from error
+        if not is_late:
+            raise NotFoundError(f"update {update_id} has no such blob")
 
     def _device(self, environ: Environ, snapshot: Snapshot, now: datetime) -> int:
         text = bearer(environ.get("HTTP_AUTHORIZATION", ""))

@@ -1,11 +1,13 @@
 """Everything the hot paths know: immutable, built from the rows, good for one fleet version."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from django.conf import settings
 
+from builds.models import BundleSection
+from builds.states import DeltaState
 from compiler.contract.protocol import Offer, OfferKind, PollAnswer
 from fleet.models import Device, Enrolment, FleetVersion, Stage, Update
 from fleet.selectors.poll import busy_poll_s, is_offered
@@ -25,6 +27,18 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Download:
+    """Blobs of one update: sections of its bundle (one set per bundle), and its delta or ""."""
+
+    sections: frozenset[str]
+    delta_sha256: str
+
+    def allows(self, sha256: str) -> bool:
+        """Return whether this blob belongs to the update."""
+        return sha256 in self.sections or sha256 == self.delta_sha256
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """State of the fleet as the hot paths see it; devices by primary key.
 
@@ -33,6 +47,7 @@ class Snapshot:
         idle: Answer to every device that is not in `answers`.
         answers: Devices with an offer or in a running rollout.
         live: Update id -> device, for updates that may proceed.
+        downloads: Update id -> what may be fetched for it; same updates as in `live`.
         denied: Devices that are not members.
         generations: Token generation of devices where it is above 0.
     """
@@ -41,6 +56,7 @@ class Snapshot:
     idle: Answer
     answers: Mapping[int, Answer]
     live: Mapping[int, int]
+    downloads: Mapping[int, Download]
     denied: frozenset[int]
     generations: Mapping[int, int]
 
@@ -56,7 +72,7 @@ def version_read() -> int:
 
 
 def snapshot_build() -> Snapshot:
-    """Return a new snapshot. Six queries.
+    """Return a new snapshot. Seven queries.
 
     The version is read first: rows that change while the others are read belong to a later version,
     so the next look at the version builds again.
@@ -74,6 +90,7 @@ def snapshot_build() -> Snapshot:
         idle=_render(number, None, None),
         answers=answers,
         live={update.pk: device_pk for device_pk, update in offers.items()},
+        downloads=_downloads(offers.values()),
         denied=frozenset(
             members.exclude(state=DeviceState.ACCEPTED.value).values_list("pk", flat=True)
         ),
@@ -84,10 +101,34 @@ def snapshot_build() -> Snapshot:
 
 
 def _open_updates() -> list[Update]:
-    rows = Update.objects.select_related("rollout", "bundle__version").defer(
-        "bundle__manifest", "rollout__gate", "message"
+    rows = Update.objects.select_related("rollout", "bundle__version", "delta").defer(
+        "bundle__manifest", "rollout__gate", "message", "delta__report"
     )
     return list(rows.filter(state__in=_OPEN).order_by())
+
+
+def _downloads(updates: Iterable[Update]) -> dict[int, Download]:
+    """Return update id -> its blobs; updates to one bundle share its set. One query."""
+    updates = list(updates)
+    digests: dict[int, set[str]] = {}
+    sections = BundleSection.objects.filter(bundle__in={update.bundle_id for update in updates})
+    for bundle_id, sha256 in sections.order_by().values_list("bundle_id", "sha256"):
+        digests.setdefault(bundle_id, set()).add(sha256)
+    shared = {bundle_id: frozenset(found) for bundle_id, found in digests.items()}
+    return {
+        update.pk: Download(
+            sections=shared.get(update.bundle_id, frozenset()),
+            delta_sha256=_delta_sha256(update),
+        )
+        for update in updates
+    }
+
+
+def _delta_sha256(update: Update) -> str:
+    delta = update.delta
+    if delta is None or delta.state != DeltaState.READY or update.kind != OfferKind.INSTALL:
+        return ""
+    return delta.sha256
 
 
 def _tags() -> dict[int, tuple[int, int, str]]:

@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from builds.common.errors import ApplicationError
+from fleet.errors import MethodNotAllowedError
 
 Environ = Mapping[str, Any]
 StartResponse = Callable[..., Any]
@@ -52,6 +53,8 @@ def problem(start_response: StartResponse, error: ApplicationError) -> list[byte
         headers.append(("Retry-After", str(RETRY_AFTER_S)))
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers.append(("WWW-Authenticate", "Bearer"))
+    if isinstance(error, MethodNotAllowedError):
+        headers.append(("Allow", error.allow))
     start_response(status_line(error.status), headers)
     return [body]
 

@@ -12,7 +12,7 @@ from django.db.models import Count, Q, QuerySet
 
 from builds.common.errors import NotFoundError
 from builds.models import Bundle
-from compiler.contract.telemetry import sketch_from_json
+from compiler.contract.telemetry import sketch_from_row
 from fleet.models import (
     Device,
     DeviceStats,
@@ -190,7 +190,7 @@ def _answers(device: Device) -> tuple[DeviceAnswers, ...]:
             bundle=bundles.get(row.manifest_sha256),
             manifest_sha256=row.manifest_sha256,
             measured=Measured(row.answers, row.failures, row.scored, row.correct),
-            p95_ms=sketch_from_json(row.latency).quantile(0.95),
+            p95_ms=sketch_from_row(row.latency).quantile(0.95),
         )
         for row in rows
     )

@@ -8,7 +8,7 @@ from django.db.models import Count, Prefetch, Q, QuerySet, Sum
 
 from builds.common.errors import NotFoundError
 from compiler.contract.protocol import OfferKind
-from compiler.contract.telemetry import Sketch, sketch_from_json
+from compiler.contract.telemetry import Sketch, sketch_from_row
 from fleet.models import (
     ClaimToken,
     Device,
@@ -161,7 +161,7 @@ def rollout_arms(rollout_id: int) -> Mapping[str, ArmSummary]:
     sketches: dict[str, Sketch] = {}
     minutes = TelemetryRollup.objects.filter(rollout_id=rollout_id).order_by()
     for arm, latency in minutes.values_list("arm", "latency"):
-        sketches.setdefault(arm, Sketch()).merge(sketch_from_json(latency))
+        sketches.setdefault(arm, Sketch()).merge(sketch_from_row(latency))
     return {
         arm: ArmSummary(counts, _quantiles(sketches.get(arm, Sketch())))
         for arm, counts in sums.items()
@@ -192,5 +192,5 @@ def answers_summary(row: DeviceStats) -> dict[str, Any]:
         "scored": row.scored,
         "correct": row.correct,
         "degraded": row.degraded,
-        "latency_ms": _quantiles(sketch_from_json(row.latency)),
+        "latency_ms": _quantiles(sketch_from_row(row.latency)),
     }

@@ -15,6 +15,7 @@ from typing import Final
 
 from django.conf import settings
 
+from builds.states import DeltaState
 from compiler.contract.protocol import Offer, OfferKind, PollAnswer
 from fleet.models import Device, Enrolment, Stage, Update
 from fleet.states import (
@@ -53,6 +54,16 @@ def is_offered(update: Update) -> bool:
     if state == RolloutState.PAUSED:
         return begun
     return state in INSTALL_STATES and (begun or update.is_offerable)
+
+
+def late_delta_offered(*, update_id: int, sha256: str) -> bool:
+    """Return whether this is the delta of the update. One query; for deltas that became ready late.
+
+    A delta that is decided after its update was released changes no answer to a poll, so a snapshot
+    may not know it.
+    """
+    rows = Update.objects.filter(pk=update_id, kind=OfferKind.INSTALL.value)
+    return rows.filter(delta__state=DeltaState.READY.value, delta__sha256=sha256).exists()
 
 
 def busy_poll_s(poll_after_s: float) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from compiler.contract.telemetry import Sketch, sketch_from_json
+from compiler.contract.telemetry import Sketch, sketch_from_row
 from fleet.models import DeviceStats
 from fleet.services.members import Member
 
@@ -54,12 +54,14 @@ def slow_limits(members: Iterable[Member], *, quantile: float) -> dict[int, Slow
 
 
 def _sketches(members: list[Member]) -> dict[int, Sketch]:
-    running = {member.device.pk: member.device.running_manifest_sha256 for member in members}
-    rows = DeviceStats.objects.filter(
-        manifest_sha256__in={text for text in running.values() if text}
-    )
+    running = {
+        member.device.pk: member.device.running_bundle.manifest_sha256
+        for member in members
+        if member.device.running_bundle is not None  # only bundles known to be the device's
+    }
+    rows = DeviceStats.objects.filter(manifest_sha256__in=set(running.values()))
     return {
-        device_pk: sketch_from_json(latency)
+        device_pk: sketch_from_row(latency)
         for device_pk, manifest, latency in rows.values_list(
             "device_id", "manifest_sha256", "latency"
         )

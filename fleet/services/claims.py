@@ -22,6 +22,8 @@ PREFIX: Final = "sfc"
 SECRET_BYTES: Final = 24
 MAX_USES: Final = 10_000_000
 MAX_NAME: Final = 100
+MIN_YEAR: Final = 2000
+MAX_YEAR: Final = 9000
 _PATTERN: Final = re.compile(r"sfc_(\d{1,18})_([A-Za-z0-9_-]{20,64})", re.ASCII)
 
 
@@ -58,6 +60,7 @@ def claim_create(
         raise InvalidInputError(f"name must be 1..{MAX_NAME} printable characters")
     if device_class and re.fullmatch(CLASS_PATTERN, device_class) is None:
         raise InvalidInputError(f"device_class must match {CLASS_PATTERN}")
+    _require_end(expires_at)
     secret = secrets.token_urlsafe(SECRET_BYTES)
     claim = ClaimToken.objects.create(
         name=name,
@@ -70,6 +73,17 @@ def claim_create(
     )
     audit(actor=actor.name, action="claim.create", obj=claim, name=name, uses=uses)
     return claim, f"{PREFIX}_{claim.pk}_{secret}"
+
+
+def _require_end(expires_at: datetime | None) -> None:
+    if expires_at is None:
+        return
+    if expires_at.tzinfo is None:
+        raise InvalidInputError(
+            "expires_at has no time zone", hint="add one, as in 2030-01-31T12:00:00Z"
+        )
+    if not MIN_YEAR <= expires_at.year <= MAX_YEAR:
+        raise InvalidInputError(f"expires_at must be in the years {MIN_YEAR}..{MAX_YEAR}")
 
 
 def claim_check(*, text: str, now: datetime) -> ClaimToken:

@@ -1,5 +1,7 @@
 """What devices say that they run, and that they were heard at all.
 
+A claim counts only when it names a bundle that this platform built for the device: one of its model
+for its target, or one that it was sent (its target may have changed since). Any other is ignored.
 Facts are ordered by the time at which this server received them, never by a clock of the device.
 """
 
@@ -8,10 +10,10 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from django.db import transaction
-from django.db.models import F, Q
+from django.db.models import Exists, F, OuterRef, Q
 
 from builds.models import Bundle
-from fleet.models import Device, Heartbeat
+from fleet.models import Device, Heartbeat, Update
 
 BATCH = 2_000
 
@@ -32,7 +34,7 @@ class Beat:
 def heartbeats_store(*, beats: Iterable[Beat]) -> int:
     """Store the newest poll of each device, and what changed; return how many devices polled.
 
-    Two queries per `BATCH` devices, and some per device that runs something else than before.
+    Two queries per `BATCH` devices, and some per device that says it runs something new.
     """
     newest = {beat.device_pk: beat for beat in beats}
     pks = sorted(newest)
@@ -44,12 +46,13 @@ def heartbeats_store(*, beats: Iterable[Beat]) -> int:
             )
         )
         part = [beat for beat in part if beat.device_pk in known]
+        said = {beat.device_pk: _said(beat, known[beat.device_pk]) for beat in part}
         Heartbeat.objects.bulk_create(
             [
                 Heartbeat(
                     device_id=beat.device_pk,
                     at=beat.at,
-                    manifest_sha256=_said(beat, known[beat.device_pk]),
+                    manifest_sha256=said[beat.device_pk],
                 )
                 for beat in part
             ],
@@ -58,29 +61,46 @@ def heartbeats_store(*, beats: Iterable[Beat]) -> int:
             update_fields=["at", "manifest_sha256"],
         )
         for beat in part:
-            manifest = _said(beat, known[beat.device_pk])
+            manifest = said[beat.device_pk]
             if manifest != known[beat.device_pk]:
                 device_runs(device_pk=beat.device_pk, manifest_sha256=manifest, at=beat.at)
     return len(pks)
 
 
 def _said(beat: Beat, known: str) -> str:
-    return known if beat.manifest_sha256 is None else beat.manifest_sha256
+    """Return what the device runs by its own word, or what is known when that is no news."""
+    manifest = beat.manifest_sha256
+    if manifest is None or manifest == known:
+        return known
+    if manifest and bundle_of_device(device_pk=beat.device_pk, manifest_sha256=manifest) is None:
+        return known
+    return manifest
+
+
+def bundle_of_device(*, device_pk: int, manifest_sha256: str) -> Bundle | None:
+    """Return the bundle of this manifest if the device may have it, else None. One query."""
+    device = Device.objects.filter(pk=device_pk)
+    fits = Q(version__model__in=device.values("model"), target__in=device.values("target"))
+    sent = Exists(Update.objects.filter(device_id=device_pk, bundle=OuterRef("pk")))
+    rows = Bundle.objects.only("pk", "manifest_sha256").filter(manifest_sha256=manifest_sha256)
+    return rows.filter(fits | Q(sent)).first()
 
 
 def device_runs(*, device_pk: int, manifest_sha256: str, at: datetime) -> bool:
     """Note what a device runs, unless something newer is known; return whether that changed.
+
+    A manifest that is no bundle of this device changes nothing.
 
     Args:
         device_pk: Row of the device.
         manifest_sha256: What it said; empty: nothing.
         at: When this server received it.
     """
-    bundle = (
-        Bundle.objects.only("pk").filter(manifest_sha256=manifest_sha256).first()
-        if manifest_sha256
-        else None
-    )
+    bundle = None
+    if manifest_sha256:
+        bundle = bundle_of_device(device_pk=device_pk, manifest_sha256=manifest_sha256)
+        if bundle is None:
+            return False
     rows = Device.objects.filter(pk=device_pk).exclude(running_manifest_sha256=manifest_sha256)
     rows = rows.filter(Q(running_at=None) | Q(running_at__lt=at))
     changed = rows.update(

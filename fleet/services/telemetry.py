@@ -6,13 +6,14 @@ a treatment device answered before its update went through counts for neither si
 the first answers after enrolment is kept out of the comparison in both arms (warm-up).
 """
 
+import logging
 from datetime import datetime
 from typing import Any, Final
 
 from django.db import IntegrityError, transaction
 
 from builds.common.clock import Clock, SystemClock
-from compiler.contract.telemetry import Sketch, TelemetryBatch, sketch_from_json
+from compiler.contract.telemetry import TelemetryBatch, saturating_sum, sketch_from_row
 from fleet.models import (
     DeviceStats,
     EnrolmentStats,
@@ -20,18 +21,26 @@ from fleet.models import (
     TelemetryRollup,
 )
 from fleet.models.counts import AnswerCounts
+from fleet.services.running import bundle_of_device
+
+logger = logging.getLogger(__name__)
 
 COUNTS: Final = ("answers", "failures", "scored", "correct", "degraded")
 
 
 @transaction.atomic
 def telemetry_ingest(*, device_pk: int, batch: TelemetryBatch, clock: Clock | None = None) -> bool:
-    """Count one batch; the same one again changes nothing. Seven queries when rows exist.
+    """Count one batch; the same one again changes nothing. Eight queries when rows exist.
+
+    Answers of a bundle that the device was never meant to run are dropped: they measure nothing.
 
     Returns:
-        Whether it was new.
+        Whether it was new, and counted.
     """
     now = (clock or SystemClock()).now()
+    if bundle_of_device(device_pk=device_pk, manifest_sha256=batch.manifest_sha256) is None:
+        logger.info("device %d: telemetry of %s dropped", device_pk, batch.manifest_sha256[:12])
+        return False
     if not _is_new(device_pk, batch, now):
         return False
     if batch.answers == 0:
@@ -95,8 +104,9 @@ def _enrolment_stats(device_pk: int, batch: TelemetryBatch) -> EnrolmentStats | 
 def _add_to_enrolment(row: EnrolmentStats, batch: TelemetryBatch, now: datetime) -> None:
     is_warm = row.answers >= int(row.enrolment.rollout.gate["warmup_answers"])
     if is_warm and row.enrolment.slow_ms is not None:
-        row.timed += batch.latency_ms.count
-        row.slow += batch.latency_ms.count_above(row.enrolment.slow_ms)
+        row.timed = saturating_sum(row.timed, batch.latency_ms.count)
+        slow = batch.latency_ms.count_above(row.enrolment.slow_ms)
+        row.slow = saturating_sum(row.slow, slow)
     row.updated_at = now
     _add(row, batch)
 
@@ -123,8 +133,8 @@ def _minute_row(
 
 def _add(row: AnswerCounts, batch: TelemetryBatch) -> None:
     for name in COUNTS:
-        setattr(row, name, getattr(row, name) + getattr(batch, name))
-    total: Sketch = sketch_from_json(row.latency)
+        setattr(row, name, saturating_sum(getattr(row, name), getattr(batch, name)))
+    total = sketch_from_row(row.latency)
     total.merge(batch.latency_ms)
     row.latency = total.to_json()
     row.save()

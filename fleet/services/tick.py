@@ -7,6 +7,7 @@ row and asks what is due. Losing every message costs at most one tick.
 import logging
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Final
 
 from builds.common.clock import Clock, SystemClock
@@ -42,13 +43,20 @@ def fleet_tick(*, clock: Clock | None = None) -> int:
     now = (clock or SystemClock()).now()
     pks = _due(now)
     for pk in pks:
-        try:
-            rollout_look(rollout_id=pk, clock=clock)
-        except ApplicationError as error:
-            logger.warning("rollout %d: %s (%s)", pk, error, error.code)
-    nonces_forget(clock=clock)
-    batches_forget(before=now - KEEP_BATCH_KEYS)
+        _isolated(f"rollout {pk}", partial(rollout_look, rollout_id=pk, clock=clock))
+    _isolated("nonces", partial(nonces_forget, clock=clock))
+    _isolated("batch keys", partial(batches_forget, before=now - KEEP_BATCH_KEYS))
     return len(pks)
+
+
+def _isolated(what: str, step: Callable[[], object]) -> None:
+    """Do one step of the tick; its trouble is logged and ends here. Each is a transaction."""
+    try:
+        step()
+    except ApplicationError as error:
+        logger.warning("%s: %s (%s)", what, error, error.code)
+    except Exception:  # whatever is wrong with one rollout must not stop the others
+        logger.exception("%s: the step failed and is tried again with the next tick", what)
 
 
 @fleet_atomic()

@@ -12,7 +12,7 @@ from builds.common.roles import Role
 from builds.services.signing import keys_generate, release_publish, repositories_init
 from compiler.contract.protocol import UpdateReport, UpdateState, assignment_from_json
 from compiler.contract.telemetry import Sketch, TelemetryBatch
-from fleet.models import Device, Rollout, Update
+from fleet.models import Device, DeviceStats, Rollout, Update
 from fleet.states import DeviceState
 from tests.factories.fleet import SimulatedFleet, make_device
 from tests.unit.fleet.test_edge import RealClock, Wire
@@ -289,3 +289,78 @@ def test_it_refuses_bad_device_requests(fleet):
     assert nobody["WWW-Authenticate"] == "Bearer"
     Device.objects.filter(pk=update.device_id).update(state="retired")
     assert agent.post("/telemetry", b"{}").status_code == 403
+
+
+def test_it_answers_hostile_device_documents_with_problems(fleet):
+    fleet.rollout()
+    fleet.run(1)
+    update = Update.objects.first()
+    agent = Agent(update.device_id)
+    answer = agent.post("/token", b'{"device_id":"\\ud800"}')
+    assert (answer.status_code, answer.json()["code"]) == (400, "contract.invalid")
+    good = json.loads(report(update, UpdateState.DOWNLOADING, 1, ""))
+    path = f"/updates/{update.pk}/report"
+    for change in (
+        {"code": "x\ud800"},
+        {"message": "\udfff"},
+        {"code": "x\0"},
+        {"seq": 2**31},
+        {"downloaded_bytes": 2**62},
+    ):
+        answer = agent.post(path, json.dumps({**good, **change}).encode())
+        assert (answer.status_code, answer.json()["code"]) == (400, "contract.invalid"), change
+    running = Device.objects.get(pk=update.device_id).running_manifest_sha256
+    document = json.loads(
+        TelemetryBatch(
+            "bootaaaa", 0, running, None, None, "", 2, 0, 2, 1, 0, Sketch({3: 2})
+        ).to_bytes()
+    )
+    for change in (
+        {"answers": 2**63 - 1},
+        {"answers": 2**53, "latency_ms": [[0, 2**53]]},
+        {"answers": 1_000_001},
+        {"seq": 2**31},
+        {"boot_id": "bootäöüß"},
+    ):
+        answer = agent.post("/telemetry", json.dumps({**document, **change}).encode())
+        assert (answer.status_code, answer.json()["code"]) == (400, "contract.invalid"), change
+    assert agent.post("/telemetry", json.dumps(document).encode()).json() == {"new": True}
+
+
+def test_it_answers_wrong_methods_of_devices_with_problems(fleet):
+    agent = Agent(Device.objects.first().pk)
+    for answer, allowed in (
+        (agent.post("/poll", b"{}"), "GET, HEAD"),
+        (agent.post("/updates/1/assignment", b"{}"), "GET, HEAD"),
+        (agent.get("/telemetry"), "POST"),
+        (agent.get("/token"), "POST"),
+    ):
+        assert (answer.status_code, answer.json()["code"]) == (405, "fleet.method")
+        assert answer["Content-Type"] == "application/problem+json"
+        assert answer["Allow"] == allowed
+
+
+def test_it_refuses_claims_that_end_at_no_sensible_time(manager):
+    for end in (
+        "0001-01-01T00:00:00+14:00",
+        "9999-12-31T23:59:59-14:00",
+        "2030-01-01T00:00:00",
+    ):
+        answer = manager.post("/claim-tokens", {"name": "c", "uses": 1, "expires_at": end})
+        assert (answer.status_code, answer.json()["code"]) == (422, "app.invalid_input"), end
+    assert "time zone" in answer.json()["detail"]
+    assert answer.json()["hint"]
+    good = {"name": "c", "uses": 1, "expires_at": "2030-01-01T00:00:00+14:00"}
+    assert manager.post("/claim-tokens", good).status_code == 201
+
+
+def test_it_shows_a_device_whose_stored_latency_is_damaged(fleet, manager):
+    device = Device.objects.first()
+    DeviceStats.objects.create(
+        device=device,
+        manifest_sha256=device.running_manifest_sha256,
+        answers=2**62,
+        latency=[[0, 2**54], [10**9, 1], "x"],
+    )
+    answer = manager.get(f"/devices/{device.pk}")
+    assert answer.status_code == 200, answer.content

@@ -10,6 +10,8 @@ from django.test import Client
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from builds.models import BundleSection, Delta
+from builds.states import DeltaState
 from compiler.contract.protocol import UpdateState, parse_poll_answer
 from fleet.common.tokens import SessionToken, issue, token_key
 from fleet.edge import holder as holder_module
@@ -24,7 +26,7 @@ from fleet.selectors.poll import device_explain, device_poll_answer
 from fleet.services.rollouts import rollout_halt, rollout_pause
 from fleet.services.versions import fleet_version_bump
 from fleet.states import DeviceState, RolloutState, StageState
-from tests.factories.builds import make_blob
+from tests.factories.builds import make_blob, make_bundle, make_version
 from tests.factories.fleet import MANAGER, SimulatedFleet, make_device
 
 pytestmark = pytest.mark.django_db
@@ -131,8 +133,8 @@ def test_it_asks_no_database_while_the_snapshot_is_fresh(fleet, wire, django_ass
     assert wire.status == 200
 
 
-def test_it_builds_a_snapshot_in_six_queries(fleet, django_assert_num_queries):
-    with django_assert_num_queries(6):
+def test_it_builds_a_snapshot_in_seven_queries(fleet, django_assert_num_queries):
+    with django_assert_num_queries(7):
         snapshot_build()
 
 
@@ -183,7 +185,14 @@ def test_it_answers_nobody_who_is_no_member(fleet, wire):
 
 def test_it_leaves_everything_else_to_django(fleet, wire):
     assert wire.get("/d/v1/enrol") == b"django"
-    assert b"".join(wire.open("/d/v1/poll", 1, method="POST")) == b"django"
+    assert wire.get("/d/v1/updates/1/assignment") == b"django"
+
+
+@pytest.mark.parametrize("path", ["/d/v1/poll", f"/d/v1/blobs/{'0' * 64}?update=1"])
+def test_it_says_which_methods_it_knows(wire, path):
+    body = b"".join(wire.open(path, 1, method="POST"))
+    assert (wire.status, wire.code(body)) == (405, "fleet.method")
+    assert wire.headers["Allow"] == "GET, HEAD"
 
 
 def test_it_notes_polls_and_writes_them_in_one_go(fleet, wire):
@@ -200,11 +209,29 @@ def test_it_notes_polls_and_writes_them_in_one_go(fleet, wire):
 
 
 def test_it_stores_what_a_device_says_it_runs(fleet, wire):
-    device_pk = offered(fleet).device_id
+    update = offered(fleet)
     fleet.clock.advance(30)
-    wire.get("/d/v1/poll", device_pk, sparsefleet_running="c" * 64)
+    wire.get("/d/v1/poll", update.device_id, sparsefleet_running=update.bundle.manifest_sha256)
     wire.beats.flush()
-    assert Device.objects.get(pk=device_pk).running_manifest_sha256 == "c" * 64
+    device = Device.objects.get(pk=update.device_id)
+    assert device.running_manifest_sha256 == update.bundle.manifest_sha256
+    assert device.running_bundle_id == update.bundle_id
+
+
+def test_it_does_not_believe_that_a_device_runs_what_it_cannot_have(fleet, wire):
+    before = Device.objects.get(pk=offered(fleet).device_id)
+    foreign = make_bundle(make_version())
+    others = fleet.bundles["x86-64-v1"], fleet.bundles["x86-64-v2"], fleet.bundles["x86-64-v3"]
+    wrong = [bundle for bundle in others if bundle.target_id != before.target_id]
+    for manifest in ("c" * 64, foreign.manifest_sha256, wrong[0].manifest_sha256):
+        fleet.clock.advance(30)
+        wire.get("/d/v1/poll", before.pk, sparsefleet_running=manifest)
+        assert wire.status == 200
+        wire.beats.flush()
+        device = Device.objects.select_related("heartbeat").get(pk=before.pk)
+        assert device.running_manifest_sha256 == before.running_manifest_sha256 != ""
+        assert device.running_bundle_id == before.running_bundle_id
+        assert device.heartbeat.at == fleet.clock.now()
 
 
 # --- the same answers as the slow way -------------------------------------------------------
@@ -273,7 +300,11 @@ DATA = bytes(range(256)) * 1_024  # four chunks
 
 @pytest.fixture
 def blob(fleet: SimulatedFleet) -> str:
-    return make_blob(DATA).sha256
+    sha256 = make_blob(DATA).sha256
+    BundleSection.objects.create(
+        bundle=offered(fleet).bundle, component="large", sha256=sha256, size_bytes=len(DATA)
+    )
+    return sha256
 
 
 def test_it_serves_a_blob_whole_and_in_parts(fleet, wire, blob):
@@ -311,6 +342,54 @@ def test_it_gives_blobs_only_for_an_update_of_the_device_that_may_proceed(fleet,
     for path, device_pk, status, code in cases:
         body = wire.get(path, device_pk)
         assert (wire.status, wire.code(body)) == (status, code), path
+
+
+def test_it_gives_no_blob_that_is_not_of_the_update(fleet, wire):
+    update = offered(fleet)
+    mine = set(update.bundle.sections.values_list("sha256", flat=True))
+    foreign = make_bundle(make_version(), sections={"plan": b"another model"})
+    source = next(
+        row["sha256"] for row in update.rollout.version.files if row["name"] == "model.onnx"
+    )
+    for sha256 in (foreign.sections.get().sha256, source):
+        assert sha256 not in mine
+        body = wire.get(f"/d/v1/blobs/{sha256}?update={update.pk}", update.device_id)
+        assert (wire.status, wire.code(body)) == (404, "app.not_found")
+    for sha256 in mine:
+        wire.get(f"/d/v1/blobs/{sha256}?update={update.pk}", update.device_id)
+        assert wire.status == 200
+
+
+def test_it_gives_the_delta_of_the_update_and_no_other(fleet, wire, django_assert_num_queries):
+    update = offered(fleet)
+    blob, other = make_blob(b"a delta"), make_blob(b"another delta")
+    delta, _ = Delta.objects.update_or_create(
+        base=update.base_bundle,
+        new=update.bundle,
+        defaults={"state": DeltaState.BUILDING.value, "sha256": blob.sha256, "size_bytes": 7},
+    )
+    Update.objects.filter(pk=update.pk).update(delta=delta)
+    path = f"/d/v1/blobs/{blob.sha256}?update={update.pk}"
+    wire.get(path, update.device_id)
+    assert wire.status == 404
+    Delta.objects.filter(pk=delta.pk).update(state=DeltaState.READY.value)
+    assert wire.get(path, update.device_id) == b"a delta"  # late: the snapshot is from before
+    fleet_version_bump()
+    wire.edge._holder = SnapshotHolder(60.0)
+    wire.edge._holder.refresh()
+    with django_assert_num_queries(0):
+        assert wire.get(path, update.device_id) == b"a delta"
+    wire.get(f"/d/v1/blobs/{other.sha256}?update={update.pk}", update.device_id)
+    assert wire.status == 404
+
+
+def test_it_keeps_one_set_of_sections_per_bundle(fleet):
+    fleet.run(1)
+    bundles = dict(Update.objects.values_list("pk", "bundle_id"))
+    snapshot = snapshot_build()
+    assert snapshot.downloads.keys() == snapshot.live.keys() != set()
+    sets = {(bundles[pk], id(row.sections)) for pk, row in snapshot.downloads.items()}
+    assert len(sets) == len({bundles[pk] for pk in snapshot.downloads})
 
 
 def test_it_cuts_a_download_when_the_rollout_is_halted(fleet, wire, blob):

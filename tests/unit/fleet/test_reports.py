@@ -163,7 +163,8 @@ def test_it_orders_what_devices_run_by_the_servers_clock(clock):
     model = make_model()
     _, bundles = make_release(model)
     device = make_device(model, running=bundles["x86-64-v3"], at=clock.now())
-    old, new = bundles["x86-64-v3"], bundles["x86-64-v2"]
+    old = bundles["x86-64-v3"]
+    new = make_release(model)[1]["x86-64-v3"]
     late = clock.now()
     clock.advance(5)
     assert device_runs(device_pk=device.pk, manifest_sha256=new.manifest_sha256, at=clock.now())
@@ -173,10 +174,10 @@ def test_it_orders_what_devices_run_by_the_servers_clock(clock):
     clock.advance(5)
     heartbeats_store(beats=[Beat(device.pk, clock.now(), "f" * 64)])
     device.refresh_from_db()
-    assert (device.running_bundle_id, device.running_manifest_sha256) == (None, "f" * 64)
+    assert device.running_bundle_id == new.pk  # no bundle of ours: not believed
     heartbeats_store(beats=[Beat(device.pk, clock.now(), None), Beat(10**9, clock.now(), "")])
     device.refresh_from_db()
-    assert device.running_manifest_sha256 == "f" * 64
+    assert device.running_manifest_sha256 == new.manifest_sha256
     assert device.heartbeat.at == clock.now()
 
 

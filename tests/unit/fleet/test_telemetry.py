@@ -5,10 +5,25 @@ import random
 
 import pytest
 
-from compiler.contract.telemetry import Sketch, TelemetryBatch
-from fleet.models import DeviceStats, Enrolment, EnrolmentStats, TelemetryRollup
+from compiler.contract.telemetry import MAX_SUM, Sketch, TelemetryBatch
+from fleet.cohorts import Candidate
+from fleet.models import (
+    Device,
+    DeviceStats,
+    Enrolment,
+    EnrolmentStats,
+    Rollout,
+    TelemetryRollup,
+)
+from fleet.selectors.device_pages import device_page
+from fleet.selectors.listing import answers_summary
+from fleet.services import tick
+from fleet.services.baselines import slow_limits
+from fleet.services.members import Member
 from fleet.services.telemetry import batches_forget, telemetry_ingest
+from fleet.services.tick import fleet_tick
 from fleet.states import Arm
+from tests.factories.builds import make_bundle, make_version
 from tests.factories.fleet import SimulatedFleet
 
 pytestmark = pytest.mark.django_db
@@ -95,7 +110,6 @@ def test_it_leaves_the_warm_up_out_of_the_latency_comparison(fleet):
         {"stage": 1},
         {"rollout_id": 10**6},
         {"arm": "", "rollout_id": None, "stage": None},
-        {"manifest": "a" * 64},
     ],
 )
 def test_it_counts_for_no_enrolment_what_does_not_belong_there(fleet, changes):
@@ -103,6 +117,77 @@ def test_it_counts_for_no_enrolment_what_does_not_belong_there(fleet, changes):
     telemetry_ingest(device_pk=row.device_id, batch=tagged(row, **changes), clock=fleet.clock)
     assert EnrolmentStats.objects.get(enrolment=row).answers == 0
     assert DeviceStats.objects.filter(device=row.device).count() == 2  # but for the device it does
+
+
+def test_it_drops_answers_of_a_bundle_that_the_device_cannot_run(fleet):
+    row = enrolment(Arm.CONTROL)
+    rows = DeviceStats.objects.count()
+    foreign = make_bundle(make_version()).manifest_sha256
+    for seq, manifest in enumerate(("a" * 64, foreign)):
+        wrong = batch(manifest, seq)
+        assert not telemetry_ingest(device_pk=row.device_id, batch=wrong, clock=fleet.clock)
+    assert DeviceStats.objects.count() == rows
+    assert not TelemetryRollup.objects.filter(manifest_sha256__in=("a" * 64, foreign)).exists()
+
+
+def test_it_stops_sums_where_they_can_still_be_read(fleet):
+    row = enrolment(Arm.CONTROL)
+    stats = EnrolmentStats.objects.filter(enrolment=row)
+    stats.update(answers=2**63 - 2, timed=MAX_SUM - 1, latency=[[32, 2**53]])
+    telemetry_ingest(device_pk=row.device_id, batch=tagged(row), clock=fleet.clock)
+    found = stats.get()
+    assert (found.answers, found.timed) == (MAX_SUM, MAX_SUM)
+    assert dict(found.latency)[32] == MAX_SUM
+
+
+def test_it_starts_and_drives_rollouts_over_poisoned_rows():
+    fleet = SimulatedFleet(per_target=2)
+    fleet.run(4)
+    damaged = [[[0, 2**53 + 1]], [[0, 2**70]], [[10**9, 3]], [["x"], 7, [0, -1]], {"no": "list"}]
+    for device, latency in zip(fleet.devices, damaged, strict=False):
+        DeviceStats.objects.filter(device_id=device.pk).update(latency=latency)
+    fleet.release()
+    fleet.rollout()
+    assert Enrolment.objects.exists()
+    assert fleet_tick(clock=fleet.clock) == 1
+    for device in fleet.devices:
+        assert device_page(device_pk=device.pk).answers
+        assert answers_summary(DeviceStats.objects.filter(device_id=device.pk).first())
+
+
+def test_it_takes_no_baseline_from_what_is_no_bundle_of_the_device(fleet):
+    device = Device.objects.get(pk=enrolment(Arm.CONTROL).device_id)
+    DeviceStats.objects.create(device=device, manifest_sha256="a" * 64, latency=[[0, 10**6]])
+    device.running_bundle, device.running_manifest_sha256 = None, "a" * 64
+    bundle = make_bundle(make_version())
+    member = Member(device, bundle, Candidate(device.device_id, device.stratum, can_control=False))
+    limit = slow_limits([member], quantile=0.9)[device.pk]
+    assert (limit.slow_ms, limit.own_answers, limit.pool_answers) == (None, 0, 0)
+
+
+def test_it_drives_the_other_rollouts_when_one_breaks(fleet, monkeypatch, caplog):
+    first = Rollout.objects.get()
+    other = SimulatedFleet(per_target=1)
+    other.clock = fleet.clock
+    other.release()
+    second = other.rollout(gate={"profile": "lab"})
+    looked = []
+
+    def broken(*, rollout_id: int, clock: object) -> None:
+        looked.append(rollout_id)
+        if rollout_id == first.pk:
+            raise ZeroDivisionError("a bad row")
+
+    def forgetful(**_: object) -> int:
+        raise RuntimeError("no nonces")
+
+    monkeypatch.setattr(tick, "rollout_look", broken)
+    monkeypatch.setattr(tick, "nonces_forget", forgetful)
+    with caplog.at_level("ERROR"):
+        assert fleet_tick(clock=fleet.clock) == 2
+    assert looked == [first.pk, second.pk]
+    assert "ZeroDivisionError: a bad row" in caplog.text
+    assert "RuntimeError: no nonces" in caplog.text
 
 
 def test_it_counts_nothing_of_a_treatment_device_before_its_update(fleet):
@@ -134,7 +219,7 @@ def test_it_adds_up_the_same_in_any_order_and_with_repeats(fleet):
 def test_it_takes_at_most_ten_queries(fleet, django_assert_max_num_queries):
     row = enrolment(Arm.CONTROL)
     telemetry_ingest(device_pk=row.device_id, batch=tagged(row), clock=fleet.clock)
-    with django_assert_max_num_queries(11):  # seven and two savepoints
+    with django_assert_max_num_queries(12):  # eight and two savepoints
         telemetry_ingest(device_pk=row.device_id, batch=tagged(row, 1), clock=fleet.clock)
 
 

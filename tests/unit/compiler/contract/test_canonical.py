@@ -98,3 +98,18 @@ def test_it_returns_a_digest_unchanged() -> None:
     digest = sha256_hex(b"abc")
     assert digest == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert require_sha256(digest, "digest") == digest
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"a":"\\ud800"}', b'{"a":["x\\uDFFF"]}', b'{"\\udc00":1}', b'{"a":"\\udc00\\ud800"}']
+)
+def test_it_refuses_halves_of_surrogate_pairs(data) -> None:
+    with pytest.raises(ContractError, match="surrogate"):
+        parse_object(data)
+
+
+def test_it_reads_whole_surrogate_pairs() -> None:
+    assert parse_object(b'{"a":"\\ud83d\\ude00","b":"\\\\ud800"}') == {
+        "a": "\U0001f600",
+        "b": "\\ud800",
+    }
