@@ -24,7 +24,7 @@ def audit(*, actor: str, action: str, obj: models.Model, **detail: Json) -> Audi
     """Append one line to the audit chain, inside the caller's transaction.
 
     Args:
-        actor: User name, `token:<id>`, `device:<id>` or `system`.
+        actor: User name, `token <name> (#<id>)`, `device:<id>` or `system`.
         action: Dotted verb, e.g. `version.submit`.
         obj: The row it is about; must have a primary key.
         detail: Further facts, JSON values without floats' NaN.

@@ -104,7 +104,12 @@ def token_actor(text: str) -> Actor | None:
     now = timezone.now()
     if token.last_used_at is None or now - token.last_used_at > LAST_USED_RESOLUTION:
         ApiToken.objects.filter(pk=token.pk).update(last_used_at=now)
-    return Actor(name=f"token:{token.pk}", role=Role(token.role))
+    return Actor(name=token_label(token), role=Role(token.role))
+
+
+def token_label(token: ApiToken) -> str:
+    """Return how the audit chain calls a token: by name, and by number since names repeat."""
+    return f"token {token.name} (#{token.pk})"
 
 
 class CsrfError(ForbiddenError):

@@ -53,7 +53,7 @@ def apply_transition(
         table: The state table of its kind.
         event: What happened.
         log: Concrete subclass of `TransitionBase`.
-        actor: Who did it: a user name, `token:<id>`, `device:<id>` or `system`.
+        actor: Who did it: a user name, `token <name> (#<id>)`, `device:<id>` or `system`.
         reason: Free text for people.
         changes: Further columns to set together with the state.
 

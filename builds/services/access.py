@@ -77,5 +77,7 @@ def _ci_token(*, reset: bool) -> str | None:
         return None
     live.update(revoked_at=timezone.now())
     token, text = token_create(name=CI_TOKEN_NAME, role=Role.DEVELOPER)
-    audit(actor=SYSTEM.name, action="access.token_create", obj=token, role=token.role)
+    audit(
+        actor=SYSTEM.name, action="access.token_create", obj=token, role=token.role, name=token.name
+    )
     return text

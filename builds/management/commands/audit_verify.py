@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 
 from builds.common.audit import GENESIS, first_broken_line
+from builds.common.commands import DatabaseCommand
 from builds.models import AuditEvent, AuditHead
 
 
-class Command(BaseCommand):
+class Command(DatabaseCommand):
     """Fail when a line of the audit chain was changed, removed, or cut off at the end."""
 
     help = "Check the digests of the audit chain."

@@ -4,12 +4,13 @@ import json
 from argparse import ArgumentParser
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 
+from builds.common.commands import DatabaseCommand
 from builds.services.access import FIRST_USERS, access_bootstrap
 
 
-class Command(BaseCommand):
+class Command(DatabaseCommand):
     """Make an administrator, a release manager, a viewer and a CI token."""
 
     help = "Make the first users and the CI token; secrets are printed once and not kept."

@@ -3,8 +3,9 @@
 from typing import Any
 
 from django.conf import settings
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 
+from builds.common.commands import DatabaseCommand
 from builds.errors import SigningKeysError
 from builds.keys import INDEX_NAME
 from builds.models import Repository
@@ -20,7 +21,7 @@ BANNER = """
 """
 
 
-class Command(BaseCommand):
+class Command(DatabaseCommand):
     """Make signing keys and publish version 1 of the update metadata, once."""
 
     help = "Make signing keys (files, 0600) and the first update metadata; repeats are no-ops."

@@ -3,15 +3,15 @@
 import json
 from argparse import ArgumentParser
 
-from django.core.management.base import BaseCommand
 from django.db import transaction
 
 from builds.common.audit import audit
 from builds.common.auth import SYSTEM, token_create
+from builds.common.commands import DatabaseCommand
 from builds.common.roles import Role
 
 
-class Command(BaseCommand):
+class Command(DatabaseCommand):
     """Make an API token with a role."""
 
     help = "Make an API token; its text is printed once and not kept."
@@ -27,7 +27,13 @@ class Command(BaseCommand):
         role = Role(str(options["role"]))
         with transaction.atomic():
             token, text = token_create(name=str(options["name"]), role=role)
-            audit(actor=SYSTEM.name, action="token.create", obj=token, role=role.value)
+            audit(
+                actor=SYSTEM.name,
+                action="token.create",
+                obj=token,
+                name=token.name,
+                role=role.value,
+            )
         if options["json"]:
             self.stdout.write(json.dumps({"id": token.pk, "role": role.value, "token": text}))
         else:

@@ -47,7 +47,7 @@ def test_it_knows_a_token_until_it_is_revoked() -> None:
     token, text = token_create(name="ci", role=Role.DEVELOPER)
     secret = text.split("_", 2)[2]
     assert secret not in token.secret_sha256
-    assert token_actor(text) == Actor(f"token:{token.pk}", Role.DEVELOPER)
+    assert token_actor(text) == Actor(f"token ci (#{token.pk})", Role.DEVELOPER)
     token.refresh_from_db()
     assert token.last_used_at is not None
     assert token_actor(text[:-1]) is None
