@@ -45,8 +45,8 @@ class Fingerprint(models.Model):
 class Device(models.Model):
     """One device. Its identity is an Ed25519 key; the serial number is its owner's name for it.
 
-    `running_bundle` is what the device itself said it runs, never what it was sent; null with a
-    `running_manifest_sha256` means: something that this platform did not build. `running_at` is
+    `running_bundle` is what the device itself said it runs, never what it was sent; null means
+    nothing yet, for a manifest that is no bundle of the device is not believed. `running_at` is
     when the server heard it change. `last_seen_at` is the last report or token exchange; polls are
     counted in `Heartbeat`, because they are many.
     """
