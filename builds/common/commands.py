@@ -23,7 +23,7 @@ class DatabaseCommand(BaseCommand):
         if fault is None:
             return super().execute(*args, **options)
         text = f"error: {fault}\nhint: {HINT}"
-        if not self._called_from_command_line:
+        if not getattr(self, "_called_from_command_line", False):  # set by run_from_argv
             raise CommandError(text)
         self.stderr.write(text)
         raise SystemExit(1)
