@@ -284,4 +284,6 @@ def _missing_safety(
 
 def _odds(log_value: float) -> str:
     value = math.exp(min(log_value, math.log(1e9)))
-    return f"{value:.3g} : 1" if log_value < math.log(1e9) else "more than a billion : 1"
+    if log_value >= math.log(1e9):
+        return "more than a billion : 1"
+    return f"{value:,.0f} : 1" if value >= 10 else f"{value:.2g} : 1"
