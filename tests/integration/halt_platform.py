@@ -20,6 +20,7 @@ def main() -> None:
 
     from builds.common.auth import token_create
     from builds.common.roles import Role
+    from builds.models import BundleSection
     from fleet.common.tokens import SessionToken, issue, token_key
     from tests.factories.builds import make_blob
     from tests.factories.fleet import SimulatedFleet
@@ -34,6 +35,12 @@ def main() -> None:
     key = token_key(settings.SECRET_KEY)
     expires_at = int(datetime.now(UTC).timestamp()) + 3_600
     updates = list(rollout.updates.order_by("pk"))
+    # A device may have the sections of its own update and nothing else: give each bundle a big one.
+    blob = make_blob(bytes(BLOB_BYTES))
+    for bundle in {update.bundle for update in updates}:
+        BundleSection.objects.create(
+            bundle=bundle, component="expert.L9.E9", sha256=blob.sha256, size_bytes=BLOB_BYTES
+        )
     json.dump(
         {
             "api_token": token_create(name="halt", role=Role.RELEASE_MANAGER)[1],
@@ -43,7 +50,7 @@ def main() -> None:
                 device.pk: issue(key, SessionToken(device.pk, 0, expires_at))
                 for device in fleet.devices
             },
-            "blob": make_blob(bytes(BLOB_BYTES)).sha256,
+            "blob": blob.sha256,
             "blob_bytes": BLOB_BYTES,
         },
         sys.stdout,
