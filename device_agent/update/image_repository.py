@@ -49,12 +49,14 @@ class MetadataFetcher(FetcherInterface):
         self._limit_bytes = limit_bytes
 
     def _fetch(self, url: str) -> Iterator[bytes]:
+        # Not a generator: ngclient stops reading at a length it does not like, and a response left
+        # open is closed by the garbage collector, perhaps while httpcore holds its own lock.
         path = urlsplit(url).path
         try:
             with self._http.stream(
                 path, headers={}, limit_bytes=self._limit_bytes, deadline_s=self._deadline_s
             ) as answer:
-                yield from answer.chunks
+                return iter((b"".join(answer.chunks),))
         except RefusedError as error:
             raise exceptions.DownloadHTTPError(str(error), error.status) from error
 

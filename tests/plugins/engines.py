@@ -4,9 +4,12 @@ Markers `postgres`, `redis` and `browser` are skipped with a reason where their 
 marker `full` runs only with `--full`. The list is printed above pytest's own summary.
 """
 
+import faulthandler
 import importlib.util
 import shutil
+import signal
 from collections import Counter
+from collections.abc import Generator
 
 import pytest
 
@@ -21,6 +24,7 @@ ENGINES = {
     "redis": (lambda: bool(shutil.which("redis-server")), "Redis: apt-get install redis-server"),
     "browser": (lambda: bool(shutil.which("chromium")), "Chromium: apt-get install chromium"),
 }
+TEST_TIMEOUT_S = 900
 FULL_HINT = "long campaigns: python3 manage.py test --full"
 _left_out: Counter[str] = Counter()
 
@@ -45,6 +49,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         items[:] = kept
         config.hook.pytest_deselected(items=dropped)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Fail a test that hangs, instead of the whole run."""
+
+    def hang(_number: int, _frame: object) -> None:
+        faulthandler.dump_traceback()
+        raise TimeoutError(f"no end after {TEST_TIMEOUT_S} s")
+
+    before = signal.signal(signal.SIGALRM, hang)
+    signal.alarm(TEST_TIMEOUT_S)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def pytest_terminal_summary(

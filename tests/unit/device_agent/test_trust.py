@@ -273,6 +273,22 @@ class TestImageRepository:
         server.image.files["metadata/timestamp.json"] = b" " * size
         refused(device, server.offer(v2), "agent.trust.metadata")
 
+    def test_it_leaves_no_answer_open_for_the_garbage_collector(
+        self, server: ReleaseServer, device: Device, v2: ToyBundle, monkeypatch
+    ) -> None:
+        from device_agent.update.image_repository import MetadataFetcher
+
+        fetch, abandoned = MetadataFetcher._fetch, []
+
+        def remember(fetcher: MetadataFetcher, url: str):
+            abandoned.append(fetch(fetcher, url))
+            return iter(())
+
+        monkeypatch.setattr(MetadataFetcher, "_fetch", remember)
+        refused(device, server.offer(v2), "agent.trust.metadata")
+        assert abandoned
+        assert not any(hasattr(chunks, "gi_frame") for chunks in abandoned)
+
     def test_it_does_not_believe_a_clock_that_was_set_back(
         self, server: ReleaseServer, start: Callable[..., Device], v1: ToyBundle, v2: ToyBundle
     ) -> None:
