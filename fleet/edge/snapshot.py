@@ -151,7 +151,7 @@ def _tags() -> dict[int, tuple[int, int, str]]:
     return {
         device_pk: tag
         for device_pk, tag in newest.items()
-        if tag[2] == Arm.TREATMENT or tag[1] == current[tag[0]]
+        if tag[2] == Arm.TREATMENT or tag[1] >= current.get(tag[0], 0)
     }
 
 
