@@ -34,6 +34,7 @@ def test_it_says_migrate_instead_of_a_traceback(tmp_path: Path, database: str) -
     assert file.exists() is (database == "empty")
 
 
+@pytest.mark.skipif(connection.vendor != "sqlite", reason="only SQLite's database is a file")
 @pytest.mark.parametrize("name", ["audit_verify", "bootstrap_access", "keys_init"])
 def test_it_stops_every_command_that_needs_tables(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
