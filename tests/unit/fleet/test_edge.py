@@ -78,6 +78,12 @@ class Wire:
         return json.loads(body)["code"]
 
 
+@pytest.fixture(autouse=True)
+def _one_connection(monkeypatch):
+    """Keep the test's own transaction: outside tests no request of the edge is inside one."""
+    monkeypatch.setattr("fleet.edge.app.close_old_connections", lambda: None)
+
+
 @pytest.fixture
 def fleet() -> SimulatedFleet:
     fleet = SimulatedFleet(per_target=2)
