@@ -4,7 +4,7 @@ import signal
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 
@@ -83,9 +83,17 @@ class Command(BaseCommand):
             ProcessGroup(
                 root / "logs", ROOT, platform.platform_environment(state, PROBATION_S)
             ) as group,
+            ThreadPoolExecutor(len(VERSIONS)) as pool,
         ):
+            written = [
+                pool.submit(_materialise, group, root / "submissions" / version, version)
+                for version in VERSIONS
+            ]
             access, base_url = _start_platform(console, group, state, port)
-            submissions = _materialise(console, group, root / "submissions")
+            submissions = {
+                version: done.result() for version, done in zip(VERSIONS, written, strict=True)
+            }
+            console.print("[green]✓[/] three versions of EdgeCard, as CI has them")
             with (
                 ApiClient(base_url, access.ci_token) as ci,
                 ApiClient(base_url, access.manager_token) as desk,
@@ -134,13 +142,9 @@ def _start_platform(
     return access, base_url
 
 
-def _materialise(console: Console, group: ProcessGroup, folder: Path) -> Mapping[str, Path]:
-    with console.status("writing the sample submissions ..."):
-        for version in VERSIONS:
-            command = [sys.executable, "-m", "examples.edgecard.materialise", version]
-            group.run([*command, folder / version])
-    console.print("[green]✓[/] three versions of EdgeCard, as CI has them")
-    return {version: folder / version for version in VERSIONS}
+def _materialise(group: ProcessGroup, folder: Path, version: str) -> Path:
+    group.run([sys.executable, "-m", "examples.edgecard.materialise", version, folder])
+    return folder
 
 
 def _start_devices(
