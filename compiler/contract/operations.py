@@ -199,3 +199,12 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
         Op.COLS_SLICE: (Param("start", 0, MAX_DIM), Param("count", 1, MAX_DIM)),
     }
 )
+
+_BINARY_OPS: Final = (Op.ADD, Op.MUL, Op.SUB, Op.DIV)
+IN_PLACE: Final[Mapping[Op, tuple[int, ...]]] = MappingProxyType(
+    {**dict.fromkeys(_BINARY_OPS, (0, 1)), Op.UNARY: (0,), Op.NORM: (0,), Op.ROPE: (0,)}
+)
+"""Inputs over which a kernel may write its only result: same bytes, exactly, dead afterwards.
+
+Each of these kernels reads an element before it writes that element and never reads it again.
+"""

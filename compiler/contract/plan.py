@@ -4,8 +4,9 @@
 
 After `parse_plan` returned, the native runtime can run the plan without touching a byte outside its
 arena, context and sections: every table lies inside the file, every weight inside its section,
-every buffer inside the arena, buffers that live at the same time do not overlap, every value is
-written before it is read, and every call fits the rules of its operation.
+every buffer inside the arena, buffers that live at the same time do not overlap (but a result may
+take exactly the place of a dying operand where `IN_PLACE` allows it), every value is written before
+it is read, and every call fits the rules of its operation.
 """
 
 import struct
@@ -24,7 +25,7 @@ from compiler.contract.operand_rules import (
     check_call,
     complete_params,
 )
-from compiler.contract.operations import MAX_DIM, PARAMS, Op
+from compiler.contract.operations import IN_PLACE, MAX_DIM, PARAMS, Op
 from compiler.contract.plan_format import (
     ABI_VERSION,
     ALIGNMENT,
@@ -387,14 +388,28 @@ def _check_lifetimes(plan: Plan, program: PlanProgram) -> None:
     for at, call in enumerate(program.calls):
         for buffer in call.inputs:
             _need(buffer == -1 or buffer in live.held, f"buffer {buffer} is read before written")
+        dying = {b for b in (*call.inputs, *call.outputs) if b >= 0 and last[b] == at}
+        replaced = _replaced(plan, call, dying)
+        live.drop(replaced)
         for buffer in call.outputs:
             live.add(buffer)
-        for buffer in {*call.inputs, *call.outputs} - {-1}:
-            if last[buffer] == at:
-                live.drop(buffer)
+        live.drop(dying - replaced)
     for port in program.ports:
         if port.direction is Direction.OUTPUT:
             _need(port.buffer in live.held, f"output {port.role!r} is never written")
+
+
+def _replaced(plan: Plan, call: PlanCall, dying: set[int]) -> set[int]:
+    """Return the operands, read here for the last time, that the result may and does replace."""
+    taken = {call.inputs[slot] for slot in IN_PLACE.get(call.op, ()) if slot < len(call.inputs)}
+    result = plan.buffers[call.outputs[0]] if call.outputs and taken else None
+    return {
+        at for at in taken & dying if result is not None and _same_bytes(plan.buffers[at], result)
+    }
+
+
+def _same_bytes(some: PlanBuffer, other: PlanBuffer) -> bool:
+    return (some.offset, some.length) == (other.offset, other.length)
 
 
 def _last_uses(program: PlanProgram) -> dict[int, int]:
@@ -429,8 +444,9 @@ class _LiveBytes:
         self._written.add(at)
         self.held.add(at)
 
-    def drop(self, at: int) -> None:
-        """End the life of buffer `at`."""
-        buffer = self._buffers[at]
-        self._spans.remove((buffer.offset, buffer.offset + buffer.length))
-        self.held.remove(at)
+    def drop(self, dead: set[int]) -> None:
+        """End the lives of buffers."""
+        for at in dead:
+            buffer = self._buffers[at]
+            self._spans.remove((buffer.offset, buffer.offset + buffer.length))
+        self.held -= dead

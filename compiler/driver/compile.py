@@ -43,6 +43,7 @@ from compiler.driver.provenance import (
 from compiler.driver.sections import (
     expert_sections,
     explain_rows,
+    memory_rows,
     operation_counts,
     pipeline_section,
     requirements,
@@ -140,6 +141,7 @@ class _Compilation:
             "operations": operation_counts(plan),
             "sqnr_db": sqnr,
             "weight_bytes": weight_kinds(plan),
+            "memory": memory_rows(emitted.memory),
             "notes": list(lowered.notes),
             "base": {
                 "codes": kept.codes,

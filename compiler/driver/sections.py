@@ -17,6 +17,7 @@ from compiler.contract.pipeline import (
 )
 from compiler.contract.plan import Plan, PlanProgram
 from compiler.contract.plan_format import DTYPE_NAMES, Direction, Kind
+from compiler.emitters.memory import MemoryPlan
 from compiler.hardware.targets import Target
 from compiler.kernels.naming import kernel_name
 from compiler.kernels.program import Module
@@ -149,3 +150,17 @@ def weight_kinds(plan: Plan) -> dict[str, Json]:
     for weight in plan.weights:
         sizes[Kind(weight.kind).name.lower()] += weight.length
     return dict(sorted(sizes.items()))
+
+
+def memory_rows(memory: MemoryPlan) -> dict[str, Json]:
+    """Return planned bytes: the arena, its lower bound, the cache, and each program's share."""
+    return {
+        "arena_bytes": memory.arena_bytes,
+        "max_live_bytes": memory.max_live_bytes,
+        "kv_bytes": memory.kv_bytes,
+        "in_place": len(memory.in_place),
+        "programs": {
+            name: {"arena_bytes": part.arena_bytes, "max_live_bytes": part.max_live_bytes}
+            for name, part in memory.programs.items()
+        },
+    }

@@ -1,32 +1,53 @@
 """Place activation buffers in one arena: two that live at the same time never share a byte.
 
 Within a program a buffer lives from the call that writes it (or from the start, if the caller fills
-it) through the last call that reads it (or to the end, if the caller reads it), both included, so a
-call's results never alias its operands. Programs run one at a time and may share the same bytes.
+it) through the last call that reads it (or to the end, if the caller reads it), both included.
+Programs run one at a time and may share the same bytes. Where `IN_PLACE` allows it and an operand
+of the same size dies in the call, the result takes the operand's place.
+
+The plan carries its own bound: `max_live_bytes` is the most bytes alive at one moment, so no
+placement of these buffers is smaller; `arena_bytes` is what was reached. The device's
+`parse_plan` checks offsets against lifetimes with code of its own.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from compiler.contract.operations import IN_PLACE
 from compiler.contract.plan_format import DTYPE_BYTES, DTYPE_NAMES, align
-from compiler.kernels.program import ABSENT, Buffer, Module, Program
+from compiler.emitters.placement import Block, Life, most_alive, place
+from compiler.kernels.program import ABSENT, Buffer, Call, Module, Program
 
 _ELEMENT_BYTES = {name: DTYPE_BYTES[dtype] for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Byte offset of each buffer by id, and the bytes of the arena."""
+class ProgramMemory:
+    """Bytes of one program: the most alive at one moment, and the end of its highest buffer."""
 
-    offsets: Mapping[int, int]
+    max_live_bytes: int
     arena_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Life:
-    program: int
-    first: int
-    last: int
+class MemoryPlan:
+    """Where buffers lie.
+
+    Attributes:
+        offsets: Byte offset of each buffer by id, a multiple of `ALIGNMENT`.
+        arena_bytes: Bytes of the arena.
+        max_live_bytes: The lower bound: the most bytes of any program alive at one moment.
+        kv_bytes: Bytes of the key/value cache, which lies outside the arena.
+        in_place: Buffers that took the place of an operand, by id, and that operand.
+        programs: The same figures for each program.
+    """
+
+    offsets: Mapping[int, int]
+    arena_bytes: int
+    max_live_bytes: int
+    kv_bytes: int
+    in_place: Mapping[int, int]
+    programs: Mapping[str, ProgramMemory]
 
 
 def buffer_bytes(buffer: Buffer) -> int:
@@ -35,25 +56,105 @@ def buffer_bytes(buffer: Buffer) -> int:
 
 
 def plan_memory(module: Module) -> MemoryPlan:
-    """Return a placement: larger buffers first, each at the lowest offset free during its life.
-
-    Deterministic: ties go to the lower id.
-    """
-    lives: dict[int, list[_Life]] = {}
+    """Return a placement of all buffers and its bound; deterministic."""
+    lives: dict[int, list[Life]] = {buffer.id: [] for buffer in module.buffers}
     for number, program in enumerate(module.programs):
         for held, first, last in _lives(program):
-            lives.setdefault(held, []).append(_Life(number, first, last))
-    offsets: dict[int, int] = {}
-    order = sorted(module.buffers, key=lambda buffer: (-buffer_bytes(buffer), buffer.id))
-    for buffer in order:
-        taken = sorted(
-            (offset, offset + align(buffer_bytes(module.buffers[other])))
-            for other, offset in offsets.items()
-            if _meet(lives.get(buffer.id, []), lives.get(other, []))
+            lives[held].append(Life(number, first, last))
+    in_place = _in_place(module, lives)
+    groups: dict[int, list[int]] = {}
+    for buffer in module.buffers:
+        groups.setdefault(_root(buffer.id, in_place), []).append(buffer.id)
+    blocks = [
+        Block(
+            align(buffer_bytes(module.buffers[root])),
+            tuple(life for member in members for life in lives[member]),
         )
-        offsets[buffer.id] = _lowest_gap(taken, align(buffer_bytes(buffer)))
-    ends = (offsets[b.id] + align(buffer_bytes(b)) for b in module.buffers)
-    return MemoryPlan(offsets, max(ends, default=0))
+        for root, members in groups.items()
+    ]
+    starts = place([_joined(block) for block in blocks])
+    offsets = {
+        member: start
+        for start, members in zip(starts, groups.values(), strict=True)
+        for member in members
+    }
+    programs = {
+        program.name: _program_memory(module, program, number, blocks, offsets)
+        for number, program in enumerate(module.programs)
+    }
+    kv = module.kv
+    return MemoryPlan(
+        offsets,
+        max(
+            (at + align(buffer_bytes(module.buffers[id_])) for id_, at in offsets.items()),
+            default=0,
+        ),
+        max((memory.max_live_bytes for memory in programs.values()), default=0),
+        2 * 4 * kv.layers * kv.heads * kv.head_dim * kv.capacity if kv else 0,
+        in_place,
+        programs,
+    )
+
+
+def _program_memory(
+    module: Module, program: Program, number: int, blocks: list[Block], offsets: Mapping[int, int]
+) -> ProgramMemory:
+    own = [
+        Block(block.size, tuple(life for life in _joined(block).lives if life.program == number))
+        for block in blocks
+    ]
+    ends = (
+        offsets[held] + align(buffer_bytes(module.buffers[held])) for held, _, _ in _lives(program)
+    )
+    return ProgramMemory(most_alive(own), max(ends, default=0))
+
+
+def _joined(block: Block) -> Block:
+    """Return a block with the lives that meet, of results written in place, made one."""
+    joined: list[Life] = []
+    for life in sorted(block.lives):
+        last = joined[-1] if joined else None
+        if last is not None and last.program == life.program and life.first <= last.last:
+            joined[-1] = Life(last.program, last.first, max(last.last, life.last))
+        else:
+            joined.append(life)
+    return Block(block.size, tuple(joined))
+
+
+def _root(buffer: int, in_place: Mapping[int, int]) -> int:
+    while buffer in in_place:
+        buffer = in_place[buffer]
+    return buffer
+
+
+def _in_place(module: Module, lives: Mapping[int, list[Life]]) -> dict[int, int]:
+    """Return which buffer takes the place of which operand."""
+    found: dict[int, int] = {}
+    for number, program in enumerate(module.programs):
+        for at, call in enumerate(program.calls):
+            for operand in _replaceable(call):
+                alone = lives[operand] == [Life(number, lives[operand][0].first, at)]
+                fits = len(lives[call.outputs[0]]) == 1 and _alike(
+                    module.buffers[operand], module.buffers[call.outputs[0]]
+                )
+                if alone and fits:
+                    found[call.outputs[0]] = operand
+                    break
+    return found
+
+
+def _replaceable(call: Call) -> list[int]:
+    slots = IN_PLACE.get(call.op, ())
+    return [call.inputs[s] for s in slots if s < len(call.inputs) and call.inputs[s] != ABSENT]
+
+
+def _alike(some: Buffer, other: Buffer) -> bool:
+    return (some.rows, some.cols, some.dtype, some.dynamic) == (
+        other.rows,
+        other.cols,
+        other.dtype,
+        other.dynamic,
+    )
 
 
 def _lives(program: Program) -> list[tuple[int, int, int]]:
@@ -68,20 +169,3 @@ def _lives(program: Program) -> list[tuple[int, int, int]]:
     for buffer in program.outputs.values():
         last[buffer] = len(program.calls)
     return [(buffer, first[buffer], last[buffer]) for buffer in first]
-
-
-def _meet(some: list[_Life], others: list[_Life]) -> bool:
-    return any(
-        a.program == b.program and a.first <= b.last and b.first <= a.last
-        for a in some
-        for b in others
-    )
-
-
-def _lowest_gap(taken: list[tuple[int, int]], size: int) -> int:
-    at = 0
-    for start, end in taken:
-        if at + size <= start:
-            break
-        at = max(at, end)
-    return at

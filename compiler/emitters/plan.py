@@ -62,11 +62,13 @@ class EmittedPlan:
         plan_bytes: The tape with its tables; `compiler.contract.plan.parse_plan` reads it.
         sections: Weight-bearing sections by name.
         planes: For each section, ranges that cover it exactly, in order.
+        memory: Where the arena's buffers lie, and the bound of its size.
     """
 
     plan_bytes: bytes
     sections: dict[str, bytes]
     planes: dict[str, tuple[Plane, ...]]
+    memory: MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,10 @@ def emit_plan(module: Module, *, weights_packed: Mapping[int, PackedW4]) -> Emit
                 placed[weight.id] = _Placed(kind, number, at, length)
         sections[name] = bytes(writer.data)
         planes[name] = tuple(writer.planes)
-    plan_bytes = _encode(module, placed, sections, plan_memory(module))
+    memory = plan_memory(module)
+    plan_bytes = _encode(module, placed, sections, memory)
     _check(plan_bytes)
-    return EmittedPlan(plan_bytes, sections, planes)
+    return EmittedPlan(plan_bytes, sections, planes, memory)
 
 
 def read_packed(plan: Plan, sections: Mapping[str, bytes]) -> dict[int, PackedW4]:

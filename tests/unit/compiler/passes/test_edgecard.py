@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
+from compiler.emitters.memory import plan_memory
 from compiler.kernels.program import KvCache, Module
 from compiler.passes.pipeline import LoweredPipeline
 from compiler.simulator import Simulator
@@ -136,3 +137,10 @@ def test_it_answers_text_without_an_image(edgecard: Path, pipeline: LoweredPipel
     answer, _ = reader.answer([3, 30, 4])
     assert len(answer) <= LIMIT
     assert reader.greatest_difference <= 1e-3
+
+
+def test_its_arena_is_within_five_percent_of_the_bound(pipeline: LoweredPipeline) -> None:
+    plan = plan_memory(pipeline.module)
+    assert plan.max_live_bytes <= plan.arena_bytes <= 1.05 * plan.max_live_bytes
+    assert plan.kv_bytes == 2 * 4 * 4 * 128 * 256
+    assert set(plan.programs) == {"see", "step"}
