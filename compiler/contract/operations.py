@@ -78,6 +78,20 @@ class Op(IntEnum):
     """2 to 64 operands (R, C_i) of one dtype (f32 or i32) -> (R, sum C_i)."""
     COLS_SLICE = 24
     """x (R, C) of f32 or i32 -> columns [start, start+count)."""
+    ATTENTION_SCORE = 25
+    """q (S, H*hd), k (S, H*hd) -> (S - first, 1), not negative, sum about 1: how much is looked at
+    each row from `first` on. Per head p = softmax(dot(q[row], k) * scale) over these rows, or with
+    row -1 its mean over their queries; H = -sum p ln p / ln N; the score is the mean of p over
+    heads, weighted by 1 - H. Needs 2 * S floats, never S * S. NaN is a run-time error."""
+    PRUNE_TOP_P = 26
+    """tokens (R, D), score (R, 1), keys (S, W) or -1 -> kept (M, D), index i32 (M, 1),
+    count i32 (1, 1); M = min(R, max_keep + merge).
+    Kept are the fewest tokens of highest score whose scores add up to p of all, at least min_keep,
+    at most max_keep; ties go to the lower token. With `merge`, the next best tokens become context
+    tokens: each of the others joins the one whose key is most similar (dot product over its
+    length, ties to the lower token), and a context token is the mean of its tokens weighted by
+    score. S >= R + key_offset. Rows stand in ascending token order; those from count on are zero.
+    A sum of scores that is negative, infinite or NaN is a run-time error."""
 
 
 class Act(IntEnum):
@@ -197,6 +211,19 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
         Op.GATHER_ROWS: (),
         Op.COLS_CONCAT: (),
         Op.COLS_SLICE: (Param("start", 0, MAX_DIM), Param("count", 1, MAX_DIM)),
+        Op.ATTENTION_SCORE: (
+            Param("heads", 1, MAX_DIM),
+            _f("scale"),
+            Param("row", -1, MAX_DIM),
+            Param("first", 0, MAX_DIM, 0),
+        ),
+        Op.PRUNE_TOP_P: (
+            Param("p", 1e-6, 1.0, is_float=True),
+            Param("min_keep", 1, MAX_DIM, 1),
+            Param("max_keep", 1, MAX_DIM),
+            Param("merge", 0, MAX_DIM, 0),
+            Param("key_offset", 0, MAX_DIM, 0),
+        ),
     }
 )
 

@@ -105,6 +105,7 @@ def _context(target: Target, ops: list[Op], tile: TileSpec) -> dict[str, object]
         "enums": {e.__name__: {m.name: int(m) for m in e} for e in _ENUMS},
         "exp": constants.EXP,
         "isa": tile.isa,
+        "log": constants.LOG,
         "magic": ", ".join(f"'{chr(byte)}'" for byte in plan_format.MAGIC),
         "max_context_bytes": plan_format.MAX_CONTEXT_BYTES,
         "max_dim": MAX_DIM,

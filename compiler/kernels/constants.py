@@ -25,6 +25,24 @@ class ExpConstants:
     polynomial: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LogConstants:
+    """Constants of our ln x, each exactly an f32: x = m * 2^n, s = (m - 1) / (m + 1).
+
+    ln m = s * (2 + 2/3 s^2 + 2/5 s^4 + ...), the series of 2 artanh(s); the next term is below
+    3e-9 of it.
+
+    Attributes:
+        least: The least x, 2^-126: anything smaller counts as zero.
+        half: Bits of sqrt(1/2), so that m lies in [sqrt(1/2), sqrt(2)).
+        series: Factors of the even powers of s, highest first.
+    """
+
+    least: float
+    half: int
+    series: tuple[float, ...]
+
+
 def _f32(value: float) -> float:
     return float(np.float32(value))
 
@@ -47,6 +65,12 @@ EXP: Final = ExpConstants(
             5.0000001201e-1,
         )
     ),
+)
+
+LOG: Final = LogConstants(
+    least=2.0**-126,
+    half=0x3F3504F3,
+    series=tuple(_f32(2.0 / odd) for odd in (9, 7, 5, 3, 1)),
 )
 
 SMALLEST_AMAX: Final = float(np.float32(2.0**-100))

@@ -45,6 +45,7 @@ class KernelSpec:
 def _specs() -> tuple[KernelSpec, ...]:
     rows, elementwise = "templates/rows.c.in", "templates/elementwise.c.in"
     attention, route = "templates/attention.c.in", "templates/route.c.in"
+    prune = "templates/prune.c.in"
     return (
         KernelSpec(Op.IMAGE_U8, elementwise),
         KernelSpec(Op.EMBED, rows),
@@ -54,7 +55,7 @@ def _specs() -> tuple[KernelSpec, ...]:
         KernelSpec(Op.ROPE, "templates/norm.c.in"),
         KernelSpec(Op.ATTENTION, attention, scratch=True),
         KernelSpec(Op.ATTENTION_ROW, attention, scratch=True),
-        KernelSpec(Op.PRUNE, route, scratch=True),
+        KernelSpec(Op.PRUNE, prune, scratch=True),
         KernelSpec(Op.CONV2D, "templates/conv2d.c.in", scratch=True),
         KernelSpec(Op.ROWS_CONCAT, rows),
         KernelSpec(Op.ROWS_SLICE, rows),
@@ -70,6 +71,8 @@ def _specs() -> tuple[KernelSpec, ...]:
         KernelSpec(Op.GATHER_ROWS, rows),
         KernelSpec(Op.COLS_CONCAT, rows),
         KernelSpec(Op.COLS_SLICE, rows),
+        KernelSpec(Op.ATTENTION_SCORE, prune, scratch=True),
+        KernelSpec(Op.PRUNE_TOP_P, prune, scratch=True),
     )
 
 

@@ -1,7 +1,7 @@
 """Two arithmetics for one set of operations.
 
-`Bits` does what the C kernels do, bit for bit: f32, eight-lane sums, our own exp, int8 activations
-against W4 weights. `Exact` does the same mathematics in f64 on the original weights.
+`Bits` does what the C kernels do, bit for bit: f32, eight-lane sums, our own exp and ln, int8
+activations against W4 weights. `Exact` does the same mathematics in f64 on the original weights.
 """
 
 from typing import Any, Final, Protocol
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from compiler.contract.native import NotFiniteError
 from compiler.contract.operations import Act
-from compiler.kernels.constants import EXP, SMALLEST_AMAX
+from compiler.kernels.constants import EXP, LOG, SMALLEST_AMAX
 from compiler.kernels.program import Weight
 from compiler.quant.w4 import PackedW4, integer_w4, unpack_w4
 
@@ -30,6 +30,9 @@ class Numerics(Protocol):
 
     def exp(self, x: Floats) -> Floats:
         """Return e^x."""
+
+    def log(self, x: Floats) -> Floats:
+        """Return ln x of x >= 2^-126."""
 
     def total(self, x: Floats) -> Floats:
         """Return sums over the last axis."""
@@ -99,6 +102,19 @@ class Bits:
         y = y * ((power + np.int32(127)) << np.int32(23)).view(_F32)
         return np.where(over, _F32(np.inf), np.where(under, _F32(0), y))
 
+    def log(self, x: Floats) -> Floats:
+        """Return ln x by the series of the C kernels."""
+        bits = x.view(np.int32)
+        power = (bits - np.int32(LOG.half)) >> np.int32(23)
+        inside, whole = (bits - (power << np.int32(23))).view(_F32), power.astype(_F32)
+        s = (inside - _F32(1)) / (inside + _F32(1))
+        square = s * s
+        y = np.full_like(s, LOG.series[0])
+        for factor in LOG.series[1:]:
+            y = y * square + _F32(factor)
+        y = y * s + whole * _F32(EXP.ln2_low)
+        return np.asarray(y + whole * _F32(EXP.ln2_high))
+
     def total(self, x: Floats) -> Floats:
         """Return eight-lane sums over the last axis."""
         blocks = _blocks(x)
@@ -153,6 +169,10 @@ class Exact:
     def exp(self, x: Floats) -> Floats:
         """Return e^x."""
         return np.asarray(np.exp(x))
+
+    def log(self, x: Floats) -> Floats:
+        """Return ln x."""
+        return np.asarray(np.log(x))
 
     def total(self, x: Floats) -> Floats:
         """Return sums over the last axis."""

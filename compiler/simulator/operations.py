@@ -15,6 +15,13 @@ from numpy.typing import NDArray
 from compiler.contract.native import BadIndexError, BadPositionError, BadTokenError
 from compiler.contract.operations import ExpertAct, NormKind, Op, RouteOrder, UnaryKind
 from compiler.simulator.numerics import Numerics, act, relu, silu
+from compiler.simulator.pruning import (
+    TopP,
+    keep_top_p,
+    looked_at,
+    merged_tokens,
+    weighted_scores,
+)
 
 Array = NDArray[Any]
 Results = tuple[Array, ...]
@@ -188,6 +195,29 @@ def _prune(s: Step) -> Results:
     return x[kept], kept[:, None].astype(np.int32)
 
 
+def _attention_score(s: Step) -> Results:
+    heads, row, first = s.number("heads"), s.number("row"), s.number("first")
+    q = s.source(0)[first:] if row < 0 else s.source(0)[row : row + 1]
+    k = _heads(s.source(1)[first:], heads)
+    shares = looked_at(s.numerics, _heads(q, heads), k, s.real("scale"))
+    return (weighted_scores(s.numerics, shares)[:, None],)
+
+
+def _prune_top_p(s: Step) -> Results:
+    x, score, rule = s.source(0), s.source(1)[:, 0], TopP.of(s.params)
+    kept, into = keep_top_p(s.numerics, score, rule)
+    rows, keys = x.copy(), s.maybe_source(2)
+    if keys is not None:
+        first = s.number("key_offset")
+        keys = keys[first : first + len(x)]
+        rows[into] = merged_tokens(s.numerics, x, score, keys, kept, into)
+    index = np.sort(np.concatenate([kept, into]))
+    most = min(len(x), rule.max_keep + rule.merge)
+    out, places = np.zeros((most, x.shape[1]), x.dtype), np.zeros((most, 1), np.int32)
+    out[: len(index)], places[: len(index), 0] = rows[index], index
+    return out, places, np.array([[len(index)]], np.int32)
+
+
 def _conv2d(s: Step) -> Results:
     kh, kw, stride, pad = (s.number(name) for name in ("kh", "kw", "stride", "pad"))
     height, width = s.number("H"), s.number("W")
@@ -334,6 +364,8 @@ OPERATIONS: Final[Mapping[Op, Callable[[Step], Results]]] = MappingProxyType(
         Op.ATTENTION: _attention,
         Op.ATTENTION_ROW: _attention_row,
         Op.PRUNE: _prune,
+        Op.ATTENTION_SCORE: _attention_score,
+        Op.PRUNE_TOP_P: _prune_top_p,
         Op.CONV2D: _conv2d,
         Op.ROWS_CONCAT: _rows_concat,
         Op.ROWS_SLICE: _rows_slice,

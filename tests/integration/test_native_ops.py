@@ -85,6 +85,28 @@ def indices(limit: int) -> Callable[[int, int], np.ndarray]:
     return fill
 
 
+def zeros(rows: int, cols: int) -> np.ndarray:
+    return np.zeros((rows, cols), np.float32)
+
+
+def shares(rows: int, _cols: int) -> np.ndarray:
+    terms = np.exp(RANDOM.standard_normal((rows, 1)))
+    return (terms / terms.sum()).astype(np.float32)
+
+
+def top_p(p: float, low: int, high: int, merge: int) -> OpCase:
+    rows = min(11, high + merge)
+    return OpCase(
+        f"PRUNE_TOP_P-{p}-{low}-{high}-{merge}",
+        Op.PRUNE_TOP_P,
+        [(11, 9, "f32"), (11, 1, "f32"), (13, 21 if merge else 0, "f32")],
+        [(rows, 9, "f32"), (rows, 1, "i32"), (1, 1, "i32")],
+        [],
+        {"p": p, "min_keep": low, "max_keep": high, "merge": merge, "key_offset": merge and 2},
+        fill={1: shares},
+    )
+
+
 def linear(
     n: int, k: int, *, act: Act = Act.NONE, bias: bool = False, residual: bool = False,
     op: Op = Op.LINEAR,
@@ -247,6 +269,28 @@ def moves() -> list[OpCase]:
         OpCase("PRUNE-ties", Op.PRUNE, [(11, 9, f), (12, 1, f)], [(5, 9, f), (5, 1, "i32")], [],
                {"k": 5, "score_offset": 1},
                fill={1: lambda r, _: np.float32(np.arange(r) % 3)[:, None]}),
+        *(top_p(p, *bounds, merge) for p, bounds, merge in (
+            (0.5, (1, 11), 0), (0.5, (1, 6), 3), (0.05, (4, 9), 4), (1.0, (1, 11), 2),
+            (0.6, (2, 8), 1), (1.0, (3, 10), 1),
+        )),
+        OpCase("PRUNE_TOP_P-ties", Op.PRUNE_TOP_P, [(11, 9, f), (11, 1, f), (12, 5, f)],
+               [(9, 9, f), (9, 1, "i32"), (1, 1, "i32")], [],
+               {"p": 0.5, "max_keep": 7, "merge": 2, "key_offset": 1},
+               fill={1: lambda r, _: np.float32(np.arange(r) % 3)[:, None],
+                     2: lambda r, c: np.float32(np.arange(r * c) % 2).reshape(r, c)}),
+        OpCase("PRUNE_TOP_P-zero", Op.PRUNE_TOP_P, [(11, 9, f), (11, 1, f), (11, 5, f)],
+               [(9, 9, f), (9, 1, "i32"), (1, 1, "i32")], [],
+               {"p": 0.5, "max_keep": 7, "merge": 2}, fill={1: zeros, 2: zeros}),
+        *(OpCase(f"ATTENTION_SCORE-{row}-{first}-{heads}", Op.ATTENTION_SCORE,
+                 [(rows, 36, f), (rows, 36, f)], [(rows - first, 1, f)], [],
+                 {"heads": heads, "scale": scale, "row": row, "first": first})
+          for rows, row, first, heads, scale in (
+              (13, 2, 0, 3, 0.3), (17, 0, 1, 4, 3.0), (13, -1, 0, 2, 0.4), (14, -1, 1, 1, 2.0),
+              (2, 0, 1, 3, 1.0), (13, 0, 1, 2, 200.0),
+          )),
+        OpCase("ATTENTION_SCORE-uniform", Op.ATTENTION_SCORE, [(13, 36, f), (13, 36, f)],
+               [(12, 1, f)], [], {"heads": 3, "scale": 0.3, "row": -1, "first": 1},
+               fill={0: zeros}),
         OpCase("ATTENTION_ROW", Op.ATTENTION_ROW, [(13, 36, f), (13, 36, f)], [(13, 1, f)], [],
                {"heads": 3, "scale": 0.3, "row": 2}),
     ]  # fmt: skip
@@ -308,3 +352,17 @@ def test_it_stays_near_the_mathematics(case: OpCase) -> None:
 
 def test_it_covers_every_operation() -> None:
     assert {case.op for case in CASES} == set(Op)
+
+
+def test_scores_need_memory_for_rows_not_for_a_map() -> None:
+    target = native_targets()[0]
+
+    def context_bytes(rows: int) -> int:
+        params = {"heads": 4, "scale": 0.5, "row": -1}
+        ports: Ports = [(rows, 16, "f32")]
+        built = Case.of(single_call(Op.ATTENTION_SCORE, ports * 2, [(rows, 1, "f32")], [], params))
+        with built.native(target) as plan:
+            return plan.context_bytes
+
+    operands, score, scratch = 2 * 16 * 4, 4, 2 * 4
+    assert context_bytes(2048) - context_bytes(1024) == 1024 * (operands + score + scratch)

@@ -29,6 +29,13 @@ def ones(*shape: int) -> np.ndarray:
     return np.ones(shape, np.float32)
 
 
+def top_p(params: dict[str, float], *, keys: int = 5, places: int = 3) -> Module:
+    """A call that prunes 3 tokens; `keys` columns of keys, `places` rows of results."""
+    inputs = [(3, 4, F), (3, 1, F), (3, keys, F)]
+    outputs = [(places, 4, F), (places, 1, "i32"), (1, 1, "i32")]
+    return single_call(Op.PRUNE_TOP_P, inputs, outputs, [], {"p": 0.5, **params})
+
+
 def refuse(module: Module, message: str) -> None:
     with pytest.raises(ProgramError, match=message):
         validate_module(module)
@@ -176,6 +183,29 @@ BAD_CALLS: Sequence[tuple[str, Module]] = (
             {"k": 2, "score_offset": 1},
         ),
     ),
+    (
+        "among them",
+        single_call(
+            Op.ATTENTION_SCORE, [(2, 4, F)] * 2, [(2, 1, F)], [], {"heads": 2, "scale": 1, "row": 2}
+        ),
+    ),
+    (
+        "ATTENTION_SCORE result must be fixed",
+        single_call(
+            Op.ATTENTION_SCORE,
+            [(2, 4, F)] * 2,
+            [(2, 1, F)],
+            [],
+            {"heads": 2, "scale": 1, "row": -1, "first": 1},
+        ),
+    ),
+    ("keeps 3 to 2 of 3", top_p({"min_keep": 3, "max_keep": 2})),
+    ("keeps 1 to 4 of 3", top_p({"max_keep": 4})),
+    ("outside .1e-06, 1.0", top_p({"max_keep": 2, "p": 0.0})),
+    ("takes keys to merge", top_p({"max_keep": 2, "merge": 1}, keys=0)),
+    ("and only then", top_p({"max_keep": 2})),
+    ("fixed key for every", top_p({"max_keep": 2, "merge": 1, "key_offset": 1})),
+    ("PRUNE_TOP_P kept must be fixed", top_p({"max_keep": 2, "merge": 1}, places=2)),
     (
         "exceeds",
         single_call(
