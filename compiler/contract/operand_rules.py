@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from compiler.contract import prune_rules
+from compiler.contract import moe_rules, prune_rules
+from compiler.contract.moe_rules import MAX_EXPERTS, MAX_LINEAR_K
 from compiler.contract.operands import (
     KvShape,
     OperandError,
@@ -24,7 +25,7 @@ from compiler.contract.operands import (
     same_rows,
     vector,
 )
-from compiler.contract.operations import PARAMS, ExpertAct, NormKind, Op
+from compiler.contract.operations import PARAMS, NormKind, Op
 
 __all__ = [
     "RULES",
@@ -38,8 +39,6 @@ __all__ = [
     "complete_params",
 ]
 
-MAX_LINEAR_K: Final = 8192
-MAX_EXPERTS: Final = 1024
 MAX_CONCAT: Final = 64
 
 
@@ -77,7 +76,7 @@ def check_call(op: Op, operands: Operands) -> None:
     rule = RULES[op]
     _check_ports(op, "input", rule.inputs, operands.inputs, rule.more_inputs)
     _check_ports(op, "output", rule.outputs, operands.outputs, 0)
-    _check_weights(op, rule, operands.weights)
+    _check_weights(op, rule, operands)
     rule.shapes(operands)
 
 
@@ -102,7 +101,10 @@ def _check_ports(
         )
 
 
-def _check_weights(op: Op, rule: "Rule", given: Sequence[WeightShape | None]) -> None:
+def _check_weights(op: Op, rule: "Rule", operands: Operands) -> None:
+    given, kinds = operands.weights, rule.weights
+    if op is Op.EXPERTS:
+        kinds = moe_rules.expert_kinds(operands.number("biases"))
     required = sum(not kind.endswith("?") for kind in rule.weights)
     limit = len(rule.weights) + rule.more_weights
     need(
@@ -110,7 +112,7 @@ def _check_weights(op: Op, rule: "Rule", given: Sequence[WeightShape | None]) ->
         f"{op.name} takes {required} to {limit} weights, not {len(given)}",
     )
     for at, weight in enumerate(given):
-        kind = rule.weights[min(at, len(rule.weights) - 1)]
+        kind = kinds[at % len(kinds)]
         if weight is None:
             need(kind.endswith("?"), f"{op.name} weight {at} must be present")
         else:
@@ -257,40 +259,6 @@ def _map(c: Operands) -> None:
     same(c.source(0), c.result(0), "elementwise result")
 
 
-def _route(c: Operands) -> None:
-    x, index, gate, weight, k = c.source(0), c.result(0), c.result(1), c.weight(0), c.number("k")
-    same_rows(x, index, "ROUTE")
-    same(index, gate, "ROUTE")
-    need(
-        weight.cols == x.cols and index.cols == k,
-        "ROUTE: weight columns or result columns do not fit",
-    )
-    need(
-        k <= weight.rows <= MAX_EXPERTS,
-        f"ROUTE takes {k} of {weight.rows} experts, at most {MAX_EXPERTS}",
-    )
-    vector(c.maybe_weight(1), weight.rows, "ROUTE bias")
-
-
-def _experts(c: Operands) -> None:
-    x, index, gate = c.source(0), c.source(1), c.source(2)
-    same(x, c.result(0), "EXPERTS result")
-    same_rows(x, index, "EXPERTS index")
-    same(index, gate, "EXPERTS gate")
-    need(len(c.weights) % 2 == 0 and index.cols <= 64, "EXPERTS takes pairs of weights and k <= 64")
-    factor = 2 if c.number("act") == ExpertAct.SWIGLU else 1
-    first_in, first_out = c.weight(0), c.weight(1)
-    need(first_in.rows % factor == 0, "EXPERTS swiglu w_in has gate rows and up rows")
-    hidden = first_in.rows // factor
-    need(max(x.cols, hidden) <= MAX_LINEAR_K, f"EXPERTS over more than {MAX_LINEAR_K} elements")
-    need(
-        first_in.cols == x.cols and first_out[:2] == (x.cols, hidden), "EXPERTS shapes do not chain"
-    )
-    for at in range(0, len(c.weights), 2):
-        equal = c.weight(at) == first_in and c.weight(at + 1) == first_out
-        need(equal, f"EXPERTS expert {at // 2} differs in shape from expert 0")
-
-
 def _argmax(c: Operands) -> None:
     x = c.source(0)
     fixed(x, 1, x.cols, "ARGMAX operand")
@@ -359,13 +327,13 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
         Op.DIV: _BINARY,
         Op.UNARY: Rule(("f32",), ("f32",), _map),
         Op.SOFTMAX: Rule(("f32",), ("f32",), _map),
-        Op.ROUTE: Rule(("f32",), ("i32", "f32"), _route, ("f32", "f32?")),
+        Op.ROUTE: Rule(("f32",), ("i32", "f32"), moe_rules.route, ("f32", "f32?", "f32?")),
         Op.EXPERTS: Rule(
             ("f32", "i32", "f32"),
             ("f32",),
-            _experts,
+            moe_rules.experts,
             ("w4", "w4"),
-            more_weights=2 * MAX_EXPERTS - 2,
+            more_weights=4 * MAX_EXPERTS - 2,
         ),
         Op.ARGMAX: Rule(("f32",), ("i32",), _argmax),
         Op.GATHER_ROWS: Rule(("any", "i32"), ("any",), _gather_rows),

@@ -64,12 +64,17 @@ class Op(IntEnum):
     SOFTMAX = 18
     """x (R, C) -> (R, C) along the row."""
     ROUTE = 19
-    """x (R, D); weight f32 (E, D), [bias f32 (E), already times lambda] -> i32 (R, k), f32 (R, k).
-    Expert index and gate, best first, ties to the lower index. order = RouteOrder."""
+    """x (R, D); weight f32 (E, D), [bias f32 (E), already times lambda], [correction f32 (E)]
+    -> i32 (R, k), f32 (R, k). Expert index and gate, best first, ties to the lower index.
+    order = RouteOrder. The sigmoid orders choose by `sigmoid(logit) + correction` and mix by
+    `sigmoid(logit)`. groups > 0 splits the experts evenly; only the top_groups groups whose
+    group_take best scores have the greatest sum may be chosen from. Gates are multiplied by scale
+    (0 = not). jitter is the sparse mixer's threshold."""
     EXPERTS = 20
     """x (R, D), index i32 (R, k), gate f32 (R, k); weights w4 w_in, w_out per expert -> (R, D).
-    Weights stand in expert order. relu: w_in (F, D). swiglu: w_in (2F, D) = gate rows, then up
-    rows. w_out (D, F). Merged in ascending expert id."""
+    Weights stand in expert order; with biases = 1 each pair is followed by f32 b_in, b_out.
+    Gated acts: w_in (2F, D) = gate rows, then up rows; others: w_in (F, D). w_out (D, F).
+    Merged in ascending expert id. alpha, limit, shift belong to swiglu_clipped."""
     ARGMAX = 21
     """x (1, V) -> i32 (1, 1); ties to the lower index."""
     GATHER_ROWS = 22
@@ -131,6 +136,11 @@ class RouteOrder(IntEnum):
     TOPK_SOFTMAX = 0
     SOFTMAX_TOPK = 1
     SOFTMAX_TOPK_RENORM = 2
+    SPARSEMIXER = 3
+    """k times: the best expert; its gate is the softmax over the experts whose logit is within
+    `jitter` of the best, `(best - l) / max(|l|, best) <= jitter`, earlier choices left out."""
+    SIGMOID_TOPK = 4
+    SIGMOID_TOPK_RENORM = 5
 
 
 class ExpertAct(IntEnum):
@@ -138,6 +148,23 @@ class ExpertAct(IntEnum):
 
     RELU = 0
     SWIGLU = 1
+    """`silu(g) * u`."""
+    GELU = 2
+    """`x / 2 * (1 + erf(x / sqrt 2))`."""
+    GELU_TANH = 3
+    """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`."""
+    SILU = 4
+    IDENTITY = 5
+    SWIGLU_CLIPPED = 6
+    """`g * sigmoid(alpha * g) * (u + shift)`, first g to at most limit and u to within +-limit
+    (limit 0 = not clipped)."""
+
+
+GATED: Final = frozenset({ExpertAct.SWIGLU, ExpertAct.SWIGLU_CLIPPED})
+"""Activations of two operands: gate rows and up rows."""
+
+SIGMOID_ORDERS: Final = frozenset({RouteOrder.SIGMOID_TOPK, RouteOrder.SIGMOID_TOPK_RENORM})
+"""Orders that score each expert on its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +232,22 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
         Op.DIV: (_act(),),
         Op.UNARY: (Param("kind", 0, max(UnaryKind)),),
         Op.SOFTMAX: (),
-        Op.ROUTE: (Param("k", 1, 64), Param("order", 0, max(RouteOrder))),
-        Op.EXPERTS: (Param("act", 0, max(ExpertAct)),),
+        Op.ROUTE: (
+            Param("k", 1, 64),
+            Param("order", 0, max(RouteOrder)),
+            Param("groups", 0, MAX_DIM, 0),
+            Param("top_groups", 0, MAX_DIM, 0),
+            Param("group_take", 0, MAX_DIM, 0),
+            _f("scale", 0.0, 0.0),
+            _f("jitter", 0.0, 0.0),
+        ),
+        Op.EXPERTS: (
+            Param("act", 0, max(ExpertAct)),
+            Param("biases", 0, 1, 0),
+            _f("alpha", default=0.0),
+            _f("limit", 0.0, 0.0),
+            _f("shift", default=0.0),
+        ),
         Op.ARGMAX: (),
         Op.GATHER_ROWS: (),
         Op.COLS_CONCAT: (),

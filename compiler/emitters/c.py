@@ -104,6 +104,7 @@ def _context(target: Target, ops: list[Op], tile: TileSpec) -> dict[str, object]
         "conv_pixels": tile.conv_pixels,
         "enums": {e.__name__: {m.name: int(m) for m in e} for e in _ENUMS},
         "exp": constants.EXP,
+        "gelu": constants.GELU,
         "isa": tile.isa,
         "log": constants.LOG,
         "magic": ", ".join(f"'{chr(byte)}'" for byte in plan_format.MAGIC),

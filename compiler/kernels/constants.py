@@ -67,10 +67,41 @@ EXP: Final = ExpConstants(
     ),
 )
 
+
 LOG: Final = LogConstants(
     least=2.0**-126,
     half=0x3F3504F3,
     series=tuple(_f32(2.0 / odd) for odd in (9, 7, 5, 3, 1)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GeluConstants:
+    """Constants of both forms of GELU, each exactly an f32.
+
+    Attributes:
+        inverse_root: 1 / sqrt(2).
+        erf_p: p of Abramowitz and Stegun 7.1.26.
+        erf_terms: a5 to a1 of the same formula.
+        tanh_scale: sqrt(2 / pi).
+        tanh_cube: Factor of the cube.
+    """
+
+    inverse_root: float
+    erf_p: float
+    erf_terms: tuple[float, ...]
+    tanh_scale: float
+    tanh_cube: float
+
+
+GELU: Final = GeluConstants(
+    inverse_root=_f32(0.7071067811865476),
+    erf_p=_f32(0.3275911),
+    erf_terms=tuple(
+        _f32(a) for a in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+    ),
+    tanh_scale=_f32(0.7978845608028654),
+    tanh_cube=_f32(0.044715),
 )
 
 SMALLEST_AMAX: Final = float(np.float32(2.0**-100))

@@ -273,8 +273,12 @@ def _argmax(op: ArgmaxOp, sel: Selection) -> Values:
 
 
 def _route(op: RouteOp, sel: Selection) -> Values:
-    params: dict[str, int | float] = {"k": op.k.value.data, "order": ORDERS[op.order.data]}
-    weights = [sel.weight(sel.array(op.weight)), sel.weight(sel.array(op.bias))]
+    params: dict[str, int | float] = {
+        "k": op.k.value.data,
+        "order": ORDERS[op.order.data],
+        **op.options(),
+    }
+    weights = [sel.weight(sel.array(v)) for v in (op.weight, op.bias, op.correction)]
     types = [sel.result_type(op.index), sel.result_type(op.gate)]
     return sel.call(Op.ROUTE, [sel.matrix(op.x)], weights, params, types)
 
@@ -283,8 +287,8 @@ def _experts(op: ExpertsOp, sel: Selection) -> Values:
     return sel.call(
         Op.EXPERTS,
         [sel.matrix(op.x), sel.matrix(op.index), sel.matrix(op.gate)],
-        [sel.weight(sel.array(op.w_in)), sel.weight(sel.array(op.w_out))],
-        {"act": EXPERTS[op.act.data]},
+        [sel.weight(sel.array(v)) for v in (op.w_in, op.w_out, op.b_in, op.b_out)],
+        {"act": EXPERTS[op.act.data], "biases": int(op.b_in is not None), **op.options()},
         [sel.result_type(op.result)],
     )
 

@@ -13,6 +13,7 @@ by first use, so programs that share weights share sections.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from xdsl.dialects.builtin import ModuleOp
@@ -41,6 +42,8 @@ from compiler.passes.base import PassContext
 from compiler.passes.functions import arguments, body, functions, results
 from compiler.passes.operand_check import DTYPES, weight_kinds
 
+EXPERT_PARTS: Final = ("in", "out", "b_in", "b_out")
+
 
 @dataclass(slots=True)
 class _Lowering:
@@ -48,7 +51,7 @@ class _Lowering:
     buffers: list[Buffer] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
     weight_ids: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    layers: dict[tuple[str, str], int] = field(default_factory=dict)
+    layers: dict[tuple[str, ...], int] = field(default_factory=dict)
     kv: KvCache | None = None
 
     def program(self, func: FuncOp) -> Program:
@@ -96,14 +99,15 @@ class _Lowering:
         return self._weight(kind, digest, array, SHARED_SECTION)
 
     def _experts(self, values: Sequence[SSAValue]) -> tuple[int, ...]:
-        (in_digest, w_in), (out_digest, w_out) = (self._constant(value) for value in values)
-        layer = self.layers.setdefault((in_digest, out_digest), len(self.layers))
-        ids = []
-        for expert in range(len(w_in)):
-            section = f"expert.L{layer}.E{expert}"
-            ids.append(self._weight("w4", f"in.{in_digest}", w_in[expert], section))
-            ids.append(self._weight("w4", f"out.{out_digest}", w_out[expert], section))
-        return tuple(ids)
+        stacks = [self._constant(value) for value in values]
+        layer = self.layers.setdefault(tuple(digest for digest, _ in stacks), len(self.layers))
+        return tuple(
+            self._weight(kind, f"{part}.{digest}", stack[expert], f"expert.L{layer}.E{expert}")
+            for expert in range(len(stacks[0][1]))
+            for part, kind, (digest, stack) in zip(
+                EXPERT_PARTS, weight_kinds(Op.EXPERTS), stacks, strict=False
+            )
+        )
 
     def _constant(self, value: SSAValue) -> tuple[str, Array]:
         assert isinstance(value.owner, ConstantOp)

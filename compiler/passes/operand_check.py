@@ -4,6 +4,7 @@ from typing import Final
 
 from xdsl.ir import SSAValue
 
+from compiler.contract.moe_rules import expert_kinds
 from compiler.contract.operand_rules import (
     KvShape,
     Operands,
@@ -21,15 +22,15 @@ from compiler.passes.base import PassContext
 DTYPES: Final = {"float32": "f32", "int32": "i32", "uint8": "u8"}
 
 
-def weight_kinds(op: Op) -> tuple[str, str]:
-    """Return the kinds of a call's first and second weight; expert stacks are four-bit."""
+def weight_kinds(op: Op) -> tuple[str, ...]:
+    """Return the kinds of a call's weights, as far as it has them; expert stacks are four-bit."""
     match op:
         case Op.EXPERTS:
-            return "w4", "w4"
+            return expert_kinds(biases=1)
         case Op.LINEAR:
             return "w4", "f32"
         case _:
-            return "f32", "f32"
+            return "f32", "f32", "f32"
 
 
 def check_operands(op: Op, call: CallOp, ctx: PassContext) -> None:
@@ -66,16 +67,15 @@ def _weights(op: Op, call: CallOp) -> tuple[WeightShape | None, ...]:
     kinds = weight_kinds(op)
     found: list[WeightShape | None] = []
     for at, slot in enumerate(call.weight_slots.get_values()):
-        kind = kinds[min(at, 1)]
-        found.append(None if slot < 0 else _weight(call.weights[int(slot)], kind))
+        found.append(None if slot < 0 else _weight(op, call.weights[int(slot)], kinds[at]))
     if op is not Op.EXPERTS:
         return tuple(found)
     experts = shape_of(call.weights[0])[0].constant
     return tuple(found) * experts
 
 
-def _weight(value: SSAValue, kind: str) -> WeightShape:
-    shape = shape_of(value)
+def _weight(op: Op, value: SSAValue, kind: str) -> WeightShape:
+    shape = shape_of(value)[1:] if op is Op.EXPERTS else shape_of(value)
     rows = shape[-2] if len(shape) > 1 else Dim(1)
     return WeightShape(rows.constant, shape[-1].constant, kind)
 

@@ -70,6 +70,12 @@ def silu(numerics: Numerics, x: Floats) -> Floats:
     return np.asarray(x / (1 + numerics.exp(-x)))
 
 
+def tanh(numerics: Numerics, x: Floats) -> Floats:
+    """Return sign(x) * (1 - t) / (1 + t) with t = e^(-2|x|)."""
+    t = numerics.exp(np.abs(x) * numerics.dtype(-2))
+    return np.asarray(np.copysign((1 - t) / (1 + t), x))
+
+
 class Bits:
     """f32 arithmetic with the bits of the C kernels."""
 

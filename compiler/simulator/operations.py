@@ -5,7 +5,6 @@ follow the C templates; see there for the equations.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -13,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler.contract.native import BadIndexError, BadPositionError, BadTokenError
-from compiler.contract.operations import ExpertAct, NormKind, Op, RouteOrder, UnaryKind
-from compiler.simulator.numerics import Numerics, act, relu, silu
+from compiler.contract.operations import NormKind, Op, UnaryKind
+from compiler.simulator import experts as moe
+from compiler.simulator.numerics import act, relu, silu, tanh
 from compiler.simulator.pruning import (
     TopP,
     keep_top_p,
@@ -22,69 +22,11 @@ from compiler.simulator.pruning import (
     merged_tokens,
     weighted_scores,
 )
+from compiler.simulator.step import Cache, Results, Step, best, softmax_terms
+
+__all__ = ["OPERATIONS", "Array", "Cache", "Results", "Step"]
 
 Array = NDArray[Any]
-Results = tuple[Array, ...]
-
-
-@dataclass(slots=True)
-class Cache:
-    """Keys and values per layer (capacity, heads * head_dim), and how many rows are valid."""
-
-    keys: Array
-    values: Array
-    length: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One call, its operands resolved.
-
-    Attributes:
-        inputs: Operand arrays (R, C), None where absent.
-        weights: Constant arrays as (rows, cols) in the arithmetic's dtype; None where absent.
-        weight_ids: Their numbers, for `Numerics.linear`.
-        cache: The key/value cache, if the module has one.
-        ran: Receives the numbers of the w_in weights of experts that ran.
-    """
-
-    numerics: Numerics
-    inputs: tuple[Array | None, ...]
-    weights: tuple[Array | None, ...]
-    weight_ids: tuple[int, ...]
-    params: Mapping[str, int | float]
-    cache: Cache | None = None
-    ran: set[int] = field(default_factory=set)
-
-    def source(self, at: int) -> Array:
-        """Return a present operand."""
-        found = self.inputs[at]
-        if found is None:
-            raise ValueError(f"operand {at} is absent")
-        return found
-
-    def constant(self, at: int) -> Array:
-        """Return a present constant."""
-        found = self.weights[at]
-        if found is None:
-            raise ValueError(f"constant {at} is absent")
-        return found
-
-    def maybe_source(self, at: int) -> Array | None:
-        """Return an operand or None."""
-        return self.inputs[at] if at < len(self.inputs) else None
-
-    def maybe_constant(self, at: int) -> Array | None:
-        """Return a constant or None."""
-        return self.weights[at] if at < len(self.weights) else None
-
-    def number(self, name: str) -> int:
-        """Return an integer parameter."""
-        return int(self.params[name])
-
-    def real(self, name: str) -> Any:  # noqa: ANN401 - a numpy scalar of the arithmetic
-        """Return a float parameter as it is stored (f32), in the arithmetic's dtype."""
-        return self.numerics.dtype(np.float32(self.params[name]))
 
 
 def _image_u8(s: Step) -> Results:
@@ -145,12 +87,6 @@ def _heads(x: Array, heads: int) -> Array:
     return x.reshape(len(x), heads, -1).transpose(1, 0, 2)
 
 
-def _softmax_terms(s: Step, scores: Array) -> tuple[Array, Array]:
-    """Return e^(x - max) and its sums (..., 1) over the last axis."""
-    terms = s.numerics.exp(scores - scores.max(axis=-1, keepdims=True))
-    return terms, s.numerics.total(terms)[..., None]
-
-
 def _attention(s: Step) -> Results:
     q, k, v = s.source(0), s.source(1), s.source(2)
     heads, layer = s.number("heads"), s.number("kv_layer")
@@ -167,7 +103,7 @@ def _attention(s: Step) -> Results:
     if layer >= 0 or s.number("causal"):
         hidden = np.arange(len(k))[None, :] > past + np.arange(len(q))[:, None]
         scores = np.where(hidden, s.numerics.dtype(-np.inf), scores)
-    terms, total = _softmax_terms(s, scores)
+    terms, total = softmax_terms(s, scores)
     y = s.numerics.running_sum(terms, values) * (s.numerics.dtype(1) / total)
     return (y.transpose(1, 0, 2).reshape(q.shape),)
 
@@ -176,22 +112,16 @@ def _attention_row(s: Step) -> Results:
     heads = s.number("heads")
     row = s.source(0)[s.number("row")][None]
     scores = s.numerics.dot_rows(_heads(row, heads), _heads(s.source(1), heads))
-    terms, total = _softmax_terms(s, scores[:, 0] * s.real("scale"))
+    terms, total = softmax_terms(s, scores[:, 0] * s.real("scale"))
     y = np.zeros(terms.shape[1], s.numerics.dtype)
     for head in terms / total:
         y = y + head
     return ((y / s.numerics.dtype(heads))[:, None],)
 
 
-def _best(scores: Array, k: int) -> Array:
-    """Return the positions of the k best along the last axis; ties to the lower, NaN last."""
-    order: Array = np.argsort(-scores, axis=-1, kind="stable")
-    return order[..., :k]
-
-
 def _prune(s: Step) -> Results:
     x, first = s.source(0), s.number("score_offset")
-    kept = np.sort(_best(s.source(1)[first : first + len(x), 0], s.number("k")))
+    kept = np.sort(best(s.source(1)[first : first + len(x), 0], s.number("k")))
     return x[kept], kept[:, None].astype(np.int32)
 
 
@@ -260,11 +190,6 @@ def _binary(operator: Callable[[Array, Array], Array]) -> Callable[[Step], Resul
     return run
 
 
-def _tanh(s: Step, x: Array) -> Array:
-    t = s.numerics.exp(np.abs(x) * s.numerics.dtype(-2))
-    return np.asarray(np.copysign((1 - t) / (1 + t), x))
-
-
 _UNARY: Final[Mapping[int, Callable[[Step, Array], Array]]] = MappingProxyType(
     {
         UnaryKind.RELU: lambda _, x: relu(x),
@@ -274,7 +199,7 @@ _UNARY: Final[Mapping[int, Callable[[Step, Array], Array]]] = MappingProxyType(
         UnaryKind.SQRT: lambda _, x: np.sqrt(x),
         UnaryKind.RECIPROCAL: lambda _, x: 1 / x,
         UnaryKind.EXP: lambda s, x: s.numerics.exp(x),
-        UnaryKind.TANH: _tanh,
+        UnaryKind.TANH: lambda s, x: tanh(s.numerics, x),
     }
 )
 
@@ -284,59 +209,12 @@ def _unary(s: Step) -> Results:
 
 
 def _softmax(s: Step) -> Results:
-    terms, total = _softmax_terms(s, s.source(0))
+    terms, total = softmax_terms(s, s.source(0))
     return (terms / total,)
 
 
-def _route(s: Step) -> Results:
-    k, order, bias = s.number("k"), s.number("order"), s.maybe_constant(1)
-    scores = s.numerics.dot_rows(s.source(0), s.constant(0))
-    if bias is not None:
-        scores = scores + bias
-    if order != RouteOrder.TOPK_SOFTMAX:
-        terms, total = _softmax_terms(s, scores)
-        scores = terms / total
-    index = _best(scores, k)
-    gate = np.take_along_axis(scores, index, axis=1)
-    if order == RouteOrder.TOPK_SOFTMAX:
-        gate = s.numerics.exp(gate - gate[:, :1])
-    if order != RouteOrder.SOFTMAX_TOPK:
-        total = np.zeros(len(gate), s.numerics.dtype)
-        for rank in range(k):
-            total = total + gate[:, rank]
-        gate = gate / total[:, None]
-    return index.astype(np.int32), gate
-
-
-def _experts(s: Step) -> Results:
-    x, index, gate = s.source(0), s.source(1), s.source(2)
-    experts = len(s.weight_ids) // 2
-    if ((index < 0) | (index >= experts)).any():
-        raise BadIndexError(f"an expert is outside [0, {experts})")
-    rows, scale = s.numerics.quantise(x)
-    y = np.zeros_like(x)
-    for expert in np.unique(index):
-        w_in, w_out = s.weight_ids[2 * expert], s.weight_ids[2 * expert + 1]
-        s.ran.add(w_in)
-        for slot in range(index.shape[1]):
-            at = np.flatnonzero(index[:, slot] == expert)
-            if not len(at):
-                continue
-            hidden = _hidden(s, s.numerics.linear(rows[at], scale[at], w_in))
-            out = s.numerics.linear(*s.numerics.quantise(hidden), w_out)
-            y[at] += gate[at, slot, None] * out
-    return (y,)
-
-
-def _hidden(s: Step, wide: Array) -> Array:
-    if s.number("act") == ExpertAct.RELU:
-        return relu(wide)
-    gate, up = np.split(wide, 2, axis=1)
-    return np.asarray(silu(s.numerics, gate) * up)
-
-
 def _argmax(s: Step) -> Results:
-    return (_best(s.source(0), 1).astype(np.int32),)
+    return (best(s.source(0), 1).astype(np.int32),)
 
 
 def _gather_rows(s: Step) -> Results:
@@ -375,8 +253,8 @@ OPERATIONS: Final[Mapping[Op, Callable[[Step], Results]]] = MappingProxyType(
         Op.DIV: _binary(np.divide),
         Op.UNARY: _unary,
         Op.SOFTMAX: _softmax,
-        Op.ROUTE: _route,
-        Op.EXPERTS: _experts,
+        Op.ROUTE: moe.route,
+        Op.EXPERTS: moe.experts,
         Op.ARGMAX: _argmax,
         Op.GATHER_ROWS: _gather_rows,
         Op.COLS_CONCAT: _cols_concat,

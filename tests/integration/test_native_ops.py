@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from compiler.contract.operations import GATED
 from compiler.kernels.program import (
     Act,
     ExpertAct,
@@ -160,29 +161,46 @@ def conv(side: int, depth: int, channels: int, kernel: int, stride: int, pad: in
     )  # fmt: skip
 
 
-def route(width: int, experts: int, k: int, order: RouteOrder, *, bias: bool = False) -> OpCase:
+def route(
+    width: int, experts: int, k: int, order: RouteOrder, *, bias: bool = False,
+    correction: bool = False, **params: float,
+) -> OpCase:  # fmt: skip
+    if order is RouteOrder.SPARSEMIXER:
+        params = {"jitter": 0.3, **params}
+    extra = "".join(f"-{name}{value}" for name, value in params.items())
     return OpCase(
-        f"ROUTE-{experts}-{k}-{order.name}{'-bias' * bias}",
+        f"ROUTE-{experts}-{k}-{order.name}{'-bias' * bias}{'-correction' * correction}{extra}",
         Op.ROUTE,
         [(None, width, "f32")],
         [(None, k, "i32"), (None, k, "f32")],
-        [f32(experts, width), f32(experts) if bias else None],
-        {"k": k, "order": order},
+        [
+            f32(experts, width),
+            f32(experts) if bias else None,
+            f32(experts) if correction else None,
+        ],
+        {"k": k, "order": order, **params},
     )
 
 
-def experts(width: int, hidden: int, count: int, k: int, act: ExpertAct) -> OpCase:
-    wide = hidden * (2 if act is ExpertAct.SWIGLU else 1)
+def experts(
+    width: int, hidden: int, count: int, k: int, act: ExpertAct, *, biases: bool = False,
+    limit: float = 0.5,
+) -> OpCase:  # fmt: skip
+    wide = hidden * (2 if act in GATED else 1)
     weights: Weights = []
     for _ in range(count):
         weights += [w4(wide, width), w4(width, hidden)]
+        weights += [f32(wide), f32(width)] if biases else []
+    params: dict[str, float] = {"act": act, "biases": biases}
+    if act is ExpertAct.SWIGLU_CLIPPED:
+        params |= {"alpha": 1.702, "limit": limit, "shift": 1.0}
     return OpCase(
-        f"EXPERTS-{width}-{hidden}-{count}-{k}-{act.name}",
+        f"EXPERTS-{width}-{hidden}-{count}-{k}-{act.name}{'-biases' * biases}-{limit}",
         Op.EXPERTS,
         [(None, width, "f32"), (None, k, "i32"), (None, k, "f32")],
         [(None, width, "f32")],
         weights,
-        {"act": act},
+        params,
         fill={1: indices(count)},
     )
 
@@ -311,7 +329,16 @@ CASES = [
     conv(6, 16, 32, 1, 1, 0),
     *(route(20, 7, k, order) for k in (1, 2, 7) for order in RouteOrder),
     route(33, 16, 2, RouteOrder.TOPK_SOFTMAX, bias=True),
+    route(33, 16, 2, RouteOrder.SPARSEMIXER, bias=True, jitter=0.02),
+    route(20, 12, 3, RouteOrder.SIGMOID_TOPK_RENORM, correction=True, scale=2.5,
+          groups=4, top_groups=2, group_take=2),
+    route(20, 12, 2, RouteOrder.SIGMOID_TOPK, bias=True, groups=6, top_groups=1, group_take=1),
+    route(20, 9, 2, RouteOrder.SIGMOID_TOPK_RENORM, correction=True, groups=9, top_groups=3,
+          group_take=1),
+    route(20, 9, 2, RouteOrder.SOFTMAX_TOPK, scale=16.0),
     *(experts(w, h, 5, 2, act) for w, h in ((16, 32), (40, 23)) for act in ExpertAct),
+    *(experts(24, 19, 4, 2, act, biases=True) for act in ExpertAct),
+    experts(24, 19, 4, 2, ExpertAct.SWIGLU_CLIPPED, limit=0.0),
     experts(32, 48, 3, 1, ExpertAct.RELU), experts(24, 16, 6, 6, ExpertAct.SWIGLU),
     *(binary(op, None, 21) for op in (Op.ADD, Op.MUL, Op.SUB, Op.DIV)),
     binary(Op.MUL, None, 1), binary(Op.ADD, 1, 21), binary(Op.SUB, 1, 1),

@@ -251,7 +251,7 @@ BAD_CALLS: Sequence[tuple[str, Module]] = (
         ),
     ),
     (
-        "pairs",
+        "2 weights per expert",
         single_call(
             Op.EXPERTS,
             [(2, 4, F), (2, 1, "i32"), (2, 1, F)],

@@ -1,0 +1,76 @@
+"""Which operands fit ROUTE and EXPERTS; rows of `operand_rules.RULES` name these functions."""
+
+from typing import Final
+
+from compiler.contract.operands import Operands, need, same, same_rows, vector
+from compiler.contract.operations import GATED, SIGMOID_ORDERS
+
+MAX_LINEAR_K: Final = 8192
+MAX_EXPERTS: Final = 1024
+
+
+def expert_kinds(biases: int) -> tuple[str, ...]:
+    """Return the kinds of the weights that each expert of an EXPERTS call has."""
+    return ("w4", "w4", "f32", "f32") if biases else ("w4", "w4")
+
+
+def route(c: Operands) -> None:
+    """Check ROUTE: one weight row per expert, groups only where scores are sigmoids."""
+    x, index, gate, weight, k = c.source(0), c.result(0), c.result(1), c.weight(0), c.number("k")
+    same_rows(x, index, "ROUTE")
+    same(index, gate, "ROUTE")
+    need(
+        weight.cols == x.cols and index.cols == k,
+        "ROUTE: weight columns or result columns do not fit",
+    )
+    need(
+        k <= weight.rows <= MAX_EXPERTS,
+        f"ROUTE takes {k} of {weight.rows} experts, at most {MAX_EXPERTS}",
+    )
+    vector(c.maybe_weight(1), weight.rows, "ROUTE bias")
+    vector(c.maybe_weight(2), weight.rows, "ROUTE correction")
+    _groups(c, weight.rows, k)
+
+
+def _groups(c: Operands, experts: int, k: int) -> None:
+    sigmoid = c.number("order") in SIGMOID_ORDERS
+    groups, taken, best = (c.number(name) for name in ("groups", "top_groups", "group_take"))
+    need(
+        sigmoid or (c.maybe_weight(2) is None and not groups),
+        "ROUTE groups and corrections belong to the sigmoid orders",
+    )
+    if not groups:
+        return
+    size = experts // groups
+    need(
+        experts % groups == 0 and 1 <= taken <= groups and 1 <= best <= size,
+        f"ROUTE: {experts} experts do not split into {groups} groups with {best} of each",
+    )
+    need(k <= taken * size, f"ROUTE: {k} experts from {taken} groups of {size}")
+
+
+def experts(c: Operands) -> None:
+    """Check EXPERTS: the same shapes for every expert, and they chain."""
+    x, index, gate = c.source(0), c.source(1), c.source(2)
+    same(x, c.result(0), "EXPERTS result")
+    same_rows(x, index, "EXPERTS index")
+    same(index, gate, "EXPERTS gate")
+    stride = len(expert_kinds(c.number("biases")))
+    need(
+        len(c.weights) % stride == 0 and index.cols <= 64,
+        f"EXPERTS takes {stride} weights per expert and k <= 64",
+    )
+    factor = 2 if c.number("act") in GATED else 1
+    first_in, first_out = c.weight(0), c.weight(1)
+    need(first_in.rows % factor == 0, "EXPERTS swiglu w_in has gate rows and up rows")
+    hidden = first_in.rows // factor
+    need(max(x.cols, hidden) <= MAX_LINEAR_K, f"EXPERTS over more than {MAX_LINEAR_K} elements")
+    need(
+        first_in.cols == x.cols and first_out[:2] == (x.cols, hidden), "EXPERTS shapes do not chain"
+    )
+    for at in range(0, len(c.weights), stride):
+        same_shapes = c.weight(at) == first_in and c.weight(at + 1) == first_out
+        need(same_shapes, f"EXPERTS expert {at // stride} differs in shape from expert 0")
+        if c.number("biases"):
+            vector(c.weight(at + 2), first_in.rows, "EXPERTS b_in")
+            vector(c.weight(at + 3), x.cols, "EXPERTS b_out")

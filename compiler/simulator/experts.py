@@ -1,0 +1,183 @@
+"""ROUTE and EXPERTS over numpy arrays; rows of `operations.OPERATIONS` name `route` and `experts`.
+
+Reductions, rounding and ties follow the C templates; see there for the equations.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiler.contract.moe_rules import expert_kinds
+from compiler.contract.native import BadIndexError
+from compiler.contract.operations import GATED, SIGMOID_ORDERS, ExpertAct, RouteOrder
+from compiler.kernels.constants import GELU
+from compiler.simulator.numerics import Numerics, relu, silu, tanh
+from compiler.simulator.step import Results, Step, best, softmax_terms
+
+Array = NDArray[Any]
+
+_UNSUMMED: Final = frozenset({RouteOrder.SOFTMAX_TOPK, RouteOrder.SIGMOID_TOPK})
+_SOFTMAX_FIRST: Final = frozenset({RouteOrder.SOFTMAX_TOPK, RouteOrder.SOFTMAX_TOPK_RENORM})
+_erf: Final = np.frompyfunc(math.erf, 1, 1)
+
+
+def route(s: Step) -> Results:
+    """Choose k experts per row and their gates."""
+    k, order, bias = s.number("k"), s.number("order"), s.maybe_constant(1)
+    logits = s.numerics.dot_rows(s.source(0), s.constant(0))
+    if bias is not None:
+        logits = logits + bias
+    if order == RouteOrder.SPARSEMIXER:
+        index, gate = _mixer(s, logits, k)
+        return index, _scaled(s, gate)
+    scores = choice = _scores(s, logits, order)
+    if order in SIGMOID_ORDERS:
+        correction = s.maybe_constant(2)
+        choice = scores if correction is None else scores + correction
+        choice = _kept_groups(s, choice)
+    index = best(choice, k)
+    gate = np.take_along_axis(scores, index, axis=1)
+    if order == RouteOrder.TOPK_SOFTMAX:
+        gate = s.numerics.exp(gate - gate[:, :1])
+    if order not in _UNSUMMED:
+        gate = gate / _in_order(s, gate)[:, None]
+    return index.astype(np.int32), _scaled(s, gate)
+
+
+def _scores(s: Step, logits: Array, order: int) -> Array:
+    if order in SIGMOID_ORDERS:
+        return np.asarray(1 / (1 + s.numerics.exp(-logits)))
+    if order in _SOFTMAX_FIRST:
+        terms, total = softmax_terms(s, logits)
+        return np.asarray(terms / total)
+    return logits
+
+
+def _scaled(s: Step, gate: Array) -> Array:
+    scale = s.real("scale")
+    return np.asarray(gate * scale) if scale else gate
+
+
+def _in_order(s: Step, values: Array) -> Array:
+    """Return sums over the last axis, first to last."""
+    total = np.zeros(values.shape[:-1], s.numerics.dtype)
+    for at in range(values.shape[-1]):
+        total = total + values[..., at]
+    return total
+
+
+def _kept_groups(s: Step, choice: Array) -> Array:
+    """Return scores with everything outside the best groups at minus infinity."""
+    groups = s.number("groups")
+    if not groups:
+        return choice
+    split = choice.reshape(len(choice), groups, -1)
+    top = np.take_along_axis(split, best(split, s.number("group_take")), axis=-1)
+    kept = best(_in_order(s, top), s.number("top_groups"))
+    outside = np.ones((len(choice), groups), bool)
+    np.put_along_axis(outside, kept, values=False, axis=1)
+    masked = np.where(outside[:, :, None], s.numerics.dtype(-np.inf), split)
+    return np.asarray(masked.reshape(choice.shape))
+
+
+def _mixer(s: Step, logits: Array, k: int) -> tuple[Array, Array]:
+    left, columns = logits, []
+    for _ in range(k):
+        chosen = best(left, 1)
+        top = np.take_along_axis(left, chosen, axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            far = (top - logits) / np.maximum(np.abs(logits), top) > s.real("jitter")
+        near = np.where(far, s.numerics.dtype(-np.inf), left)
+        _, total = softmax_terms(s, near)
+        columns.append((chosen.astype(np.int32), s.numerics.dtype(1) / total))
+        left = left.copy()
+        np.put_along_axis(left, chosen, s.numerics.dtype(-np.inf), axis=1)
+    index, gate = zip(*columns, strict=True)
+    return np.concatenate(index, axis=1), np.concatenate(gate, axis=1)
+
+
+def experts(s: Step) -> Results:
+    """Run the chosen experts of each row and add up their gated results."""
+    x, index, gate = s.source(0), s.source(1), s.source(2)
+    stride = len(expert_kinds(s.number("biases")))
+    count = len(s.weight_ids) // stride
+    if ((index < 0) | (index >= count)).any():
+        raise BadIndexError(f"an expert is outside [0, {count})")
+    rows, scale = s.numerics.quantise(x)
+    y = np.zeros_like(x)
+    for expert in np.unique(index):
+        first = stride * int(expert)
+        w_in, w_out = s.weight_ids[first], s.weight_ids[first + 1]
+        s.ran.add(w_in)
+        for slot in range(index.shape[1]):
+            at = np.flatnonzero(index[:, slot] == expert)
+            if not len(at):
+                continue
+            wide = s.numerics.linear(rows[at], scale[at], w_in)
+            if s.number("biases"):
+                wide = wide + s.constant(first + 2)
+            hidden = _HIDDEN[s.number("act")](s, wide)
+            weight = gate[at, slot, None]
+            y[at] += weight * s.numerics.linear(*s.numerics.quantise(hidden), w_out)
+            if s.number("biases"):
+                y[at] += weight * s.constant(first + 3)
+    return (y,)
+
+
+def _swiglu(s: Step, wide: Array) -> Array:
+    gate, up = np.split(wide, 2, axis=1)
+    return np.asarray(silu(s.numerics, gate) * up)
+
+
+def _swiglu_clipped(s: Step, wide: Array) -> Array:
+    gate, up = np.split(wide, 2, axis=1)
+    limit = s.real("limit")
+    if limit:
+        gate = np.where(gate > limit, limit, gate)
+        up = np.where(up > limit, limit, np.where(up < -limit, -limit, up))
+    swish = gate / (1 + s.numerics.exp(-s.real("alpha") * gate))
+    return np.asarray(swish * (up + s.real("shift")))
+
+
+def _gelu(s: Step, x: Array) -> Array:
+    one, half = s.numerics.dtype(1), s.numerics.dtype(0.5)
+    return np.asarray(
+        (x * half) * (one + _erf_of(s.numerics, x * s.numerics.dtype(GELU.inverse_root)))
+    )
+
+
+def _erf_of(numerics: Numerics, z: Array) -> Array:
+    """Return erf(z): the polynomial of the C kernel in f32, the function itself in f64."""
+    if numerics.dtype is np.float64:
+        return np.asarray(_erf(z), np.float64)
+    one, size = numerics.dtype(1), np.abs(z)
+    t = one / (one + numerics.dtype(GELU.erf_p) * size)
+    y = np.full_like(t, GELU.erf_terms[0])
+    for term in GELU.erf_terms[1:]:
+        y = y * t + numerics.dtype(term)
+    y = one - (y * t) * numerics.exp(-(size * size))
+    return np.asarray(np.copysign(y, z))
+
+
+def _gelu_tanh(s: Step, x: Array) -> Array:
+    one, half = s.numerics.dtype(1), s.numerics.dtype(0.5)
+    scale, cube = s.numerics.dtype(GELU.tanh_scale), s.numerics.dtype(GELU.tanh_cube)
+    return np.asarray((x * half) * (one + tanh(s.numerics, scale * (x + cube * ((x * x) * x)))))
+
+
+_HIDDEN: Final[Mapping[int, Callable[[Step, Array], Array]]] = MappingProxyType(
+    {
+        ExpertAct.RELU: lambda _, wide: relu(wide),
+        ExpertAct.SWIGLU: _swiglu,
+        ExpertAct.GELU: _gelu,
+        ExpertAct.GELU_TANH: _gelu_tanh,
+        ExpertAct.SILU: lambda s, wide: silu(s.numerics, wide),
+        ExpertAct.IDENTITY: lambda _, wide: wide,
+        ExpertAct.SWIGLU_CLIPPED: _swiglu_clipped,
+    }
+)
+assert {ExpertAct(act) for act in _HIDDEN} == set(ExpertAct) >= GATED

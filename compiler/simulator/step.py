@@ -1,0 +1,85 @@
+"""One call with its operands resolved, and what several operations compute alike."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiler.simulator.numerics import Numerics
+
+Array = NDArray[Any]
+Results = tuple[Array, ...]
+
+
+@dataclass(slots=True)
+class Cache:
+    """Keys and values per layer (capacity, heads * head_dim), and how many rows are valid."""
+
+    keys: Array
+    values: Array
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call, its operands resolved.
+
+    Attributes:
+        inputs: Operand arrays (R, C), None where absent.
+        weights: Constant arrays as (rows, cols) in the arithmetic's dtype; None where absent.
+        weight_ids: Their numbers, for `Numerics.linear`.
+        cache: The key/value cache, if the module has one.
+        ran: Receives the numbers of the w_in weights of experts that ran.
+    """
+
+    numerics: Numerics
+    inputs: tuple[Array | None, ...]
+    weights: tuple[Array | None, ...]
+    weight_ids: tuple[int, ...]
+    params: Mapping[str, int | float]
+    cache: Cache | None = None
+    ran: set[int] = field(default_factory=set)
+
+    def source(self, at: int) -> Array:
+        """Return a present operand."""
+        found = self.inputs[at]
+        if found is None:
+            raise ValueError(f"operand {at} is absent")
+        return found
+
+    def constant(self, at: int) -> Array:
+        """Return a present constant."""
+        found = self.weights[at]
+        if found is None:
+            raise ValueError(f"constant {at} is absent")
+        return found
+
+    def maybe_source(self, at: int) -> Array | None:
+        """Return an operand or None."""
+        return self.inputs[at] if at < len(self.inputs) else None
+
+    def maybe_constant(self, at: int) -> Array | None:
+        """Return a constant or None."""
+        return self.weights[at] if at < len(self.weights) else None
+
+    def number(self, name: str) -> int:
+        """Return an integer parameter."""
+        return int(self.params[name])
+
+    def real(self, name: str) -> Any:  # noqa: ANN401 - a numpy scalar of the arithmetic
+        """Return a float parameter as it is stored (f32), in the arithmetic's dtype."""
+        return self.numerics.dtype(np.float32(self.params[name]))
+
+
+def softmax_terms(s: Step, scores: Array) -> tuple[Array, Array]:
+    """Return e^(x - max) and its sums (..., 1) over the last axis."""
+    terms = s.numerics.exp(scores - scores.max(axis=-1, keepdims=True))
+    return terms, s.numerics.total(terms)[..., None]
+
+
+def best(scores: Array, k: int) -> Array:
+    """Return the positions of the k best along the last axis; ties to the lower, NaN last."""
+    order: Array = np.argsort(-scores, axis=-1, kind="stable")
+    return order[..., :k]
