@@ -15,7 +15,7 @@ from compiler.contract.plan_format import Kind
 from compiler.contract.planes import Plane
 from compiler.emitters.plan import read_packed
 from compiler.errors import CompilerError
-from compiler.kernels.program import SHARED_SECTION, Module
+from compiler.kernels.program import Module
 from compiler.quant.w4 import PackedW4
 
 Place = tuple[str, int]
@@ -38,15 +38,6 @@ class KeptCodes:
     def ratio(self) -> float:
         """Share of unchanged codes."""
         return self.same / self.codes if self.codes else 1.0
-
-
-def base_parts(sections: Mapping[str, bytes] | None) -> dict[str, bytes]:
-    """Return the sections that grids come from, which are the same for every target."""
-    return {
-        name: data
-        for name, data in (sections or {}).items()
-        if name in {"plan", SHARED_SECTION} or name.startswith("expert.")
-    }
 
 
 def base_weights(

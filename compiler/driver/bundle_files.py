@@ -21,15 +21,18 @@ REPORT: Final = "report.json"
 def write_bundle(bundle: CompiledBundle, directory: Path) -> None:
     """Write a bundle; the manifest comes last, so that a directory with one is whole.
 
+    Only the manifest waits for the disk: its digests tell a section that a power cut left torn.
+
     Raises:
         OSError: The directory cannot be written.
     """
     (directory / MANIFEST).unlink(missing_ok=True)
     for component, data in bundle.sections.items():
-        write_atomic(directory / SECTIONS / component, data)
-    write_atomic(directory / "ir.mlir", bundle.ir_text.encode())
-    write_atomic(directory / "kernels.c", bundle.c_source.encode())
-    write_atomic(directory / REPORT, (json.dumps(bundle.report, indent=1) + "\n").encode())
+        write_atomic(directory / SECTIONS / component, data, is_durable=False)
+    report = json.dumps(bundle.report, indent=1) + "\n"
+    for name, text in (("ir.mlir", bundle.ir_text), ("kernels.c", bundle.c_source)):
+        write_atomic(directory / name, text.encode(), is_durable=False)
+    write_atomic(directory / REPORT, report.encode(), is_durable=False)
     write_atomic(directory / MANIFEST, bundle.manifest.to_bytes())
 
 

@@ -1,11 +1,16 @@
 """A content-addressed cache of stage results: killed anywhere, a rerun is clean.
 
 An entry is one file, `<directory>/<stage>/<key[:2]>/<key>`; the key is a SHA-256 over everything
-that the stage depends on. A file appears under its name only by `rename`, complete and synced, and
-carries the digest of its content: a torn or altered entry counts as absent and is written again.
+that the stage depends on. A file appears under its name only by `rename`, and carries the digest of
+its content: a torn or altered entry counts as absent and is written again, so entries need no sync.
 Losing any entry, or all, costs time and nothing else.
 
     SFCACHE1 | header length u32 | header (canonical JSON: parts [[name, bytes]], sha256) | parts
+
+Size: `trim` removes the entries that were used longest ago until the rest fits the limit. A read
+stamps the entry's modification time, because access times are not kept on every disk. Any number of
+processes may read, write and trim at once: an entry that is gone is an absent one, and a file that
+is removed under a reader stays readable for it.
 """
 
 import contextlib
@@ -20,6 +25,11 @@ from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha
 from compiler.contract.errors import ContractError
 
 MAGIC: Final = b"SFCACHE1"
+DEFAULT_LIMIT_BYTES: Final = 2 * 1024**3
+FILL_AFTER_TRIM: Final = 0.9
+"""Trimming goes below the limit, so that the next entry does not trim again."""
+NOT_OURS: Final = "zig"
+"""The C compiler's own cache lies below `toolchain/`: counted, never trimmed."""
 _LENGTH_BYTES: Final = 4
 _SUFFIX_PARTIAL: Final = ".partial"
 
@@ -30,23 +40,43 @@ def cache_key(stage: str, facts: Mapping[str, Json]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class StageUse:
+    """What one stage keeps: number of entries and their bytes."""
+
+    entries: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    used_ns: int
+    size_bytes: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
 class StageCache:
-    """Stage results in a directory; without a directory, an empty cache that keeps nothing."""
+    """Stage results in a directory; without a directory, an empty cache that keeps nothing.
+
+    Attributes:
+        limit_bytes: What `trim` leaves at most.
+    """
 
     directory: Path | None
+    limit_bytes: int = DEFAULT_LIMIT_BYTES
 
     def get(self, stage: str, key: str) -> dict[str, bytes] | None:
         """Return the parts stored under `key`, or None if there is no whole entry."""
         if self.directory is None:
             return None
+        path = self._path(self.directory, stage, key)
         try:
-            data = self._path(self.directory, stage, key).read_bytes()
-        except OSError:
+            parts = _unpack(path.read_bytes())
+        except (OSError, ContractError):
             return None
-        try:
-            return _unpack(data)
-        except ContractError:
-            return None
+        with contextlib.suppress(OSError):  # trimmed meanwhile, or a read-only disk
+            os.utime(path)
+        return parts
 
     def put(self, stage: str, key: str, parts: Mapping[str, bytes]) -> None:
         """Store `parts` under `key`, whole or not at all.
@@ -56,15 +86,58 @@ class StageCache:
         if self.directory is None:
             return
         with contextlib.suppress(OSError):
-            write_atomic(self._path(self.directory, stage, key), _pack(parts))
+            write_atomic(self._path(self.directory, stage, key), _pack(parts), is_durable=False)
+
+    def trim(self) -> int:
+        """Remove what was used longest ago until the rest fits; return the bytes removed."""
+        entries = sorted(self._entries(), key=lambda entry: entry.used_ns)
+        total = sum(entry.size_bytes for entry in entries)
+        if total <= self.limit_bytes:
+            return 0
+        removed = 0
+        for entry in entries:
+            if total - removed <= self.limit_bytes * FILL_AFTER_TRIM:
+                break
+            with contextlib.suppress(OSError):
+                entry.path.unlink()
+                removed += entry.size_bytes
+        return removed
+
+    def use_by_stage(self) -> dict[str, StageUse]:
+        """Return what each stage keeps, by name; partial files of running writers included."""
+        found: dict[str, StageUse] = {}
+        if self.directory is None:
+            return found
+        for entry in self._entries(with_foreign=True):
+            stage = entry.path.relative_to(self.directory).parts[0]
+            before = found.get(stage, StageUse(0, 0))
+            found[stage] = StageUse(before.entries + 1, before.size_bytes + entry.size_bytes)
+        return dict(sorted(found.items()))
+
+    def _entries(self, *, with_foreign: bool = False) -> Iterator[_Entry]:
+        if self.directory is None:
+            return
+        for folder, names, files in os.walk(self.directory):
+            if NOT_OURS in names and not with_foreign:
+                names.remove(NOT_OURS)
+            for name in files:
+                path = Path(folder) / name
+                with contextlib.suppress(OSError):
+                    status = path.stat(follow_symlinks=False)
+                    yield _Entry(status.st_mtime_ns, status.st_size, path)
 
     @staticmethod
     def _path(directory: Path, stage: str, key: str) -> Path:
         return directory / stage / key[:2] / key
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, *, is_durable: bool = True) -> None:
     """Write a file that is there whole or not at all, parents included.
+
+    Args:
+        path: Where to.
+        data: Its content.
+        is_durable: Wait for the disk; without it a power cut may leave an empty or torn file.
 
     Raises:
         OSError: The disk is full or not writable; nothing stays behind.
@@ -75,7 +148,8 @@ def write_atomic(path: Path, data: bytes) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if is_durable:
+                os.fsync(file.fileno())
         Path(name).chmod(0o644)
         Path(name).replace(path)
     except BaseException:

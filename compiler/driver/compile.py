@@ -2,9 +2,10 @@
 
     import -> raise -> quantise -> plan -> kernels -> selftest -> manifest
 
-Everything before `kernels`, and the expected answers of the self-test, are the same for every
-target and cached once per submission; kernels are cached by their C source. The native self-test is
-never cached. The same input gives the same manifest, byte for byte.
+Every stage is kept by the content of what it depends on (see `portable_stage`, `kernel_stage`,
+`vector_stage`, `verdicts`): a stage runs only if something it reads has changed. What a stage needs
+is loaded when it runs, so that an unchanged submission loads neither ONNX nor the passes. The same
+input gives the same manifest, byte for byte, whatever is kept.
 """
 
 from collections.abc import Mapping
@@ -13,62 +14,50 @@ from typing import Any, Final
 
 from compiler.contract.canonical import Json, canonical_bytes, sha256_hex
 from compiler.contract.manifest import ReleaseManifest, Section
-from compiler.contract.pipeline import ImageSpec, parse_pipeline
+from compiler.contract.pipeline import ImageSpec
 from compiler.contract.plan import Plan, parse_plan
 from compiler.contract.plan_format import ABI_VERSION
 from compiler.contract.planes import Plane
 from compiler.contract.selftest import SelfTest, parse_selftest
-from compiler.driver.base_grids import base_parts, base_weights, kept_codes
-from compiler.driver.bundle_simulator import BundleSimulator
 from compiler.driver.cache import StageCache, cache_key, scratch_directory
-from compiler.driver.cards import Card, read_cards
-from compiler.driver.emulated_check import check_emulated, emulator_of
-from compiler.driver.lowering import lower_submission
+from compiler.driver.kernel_stage import find_kernels, make_kernels, tool_cache
 from compiler.driver.native_check import (
     QEMU,
     NativeCheck,
     check_assembled,
     check_native,
-    find_hints,
+    emulator_of,
     host_target,
     runs_here,
 )
 from compiler.driver.options import CompiledBundle, CompileOptions
+from compiler.driver.plan_facts import base_parts, explain_rows, requirements
 from compiler.driver.provenance import (
     CALIBRATION,
+    calibration_digests,
+    compiler_digest,
+    model_digests,
     provenance_document,
     section_digests,
-    submission_digests,
 )
-from compiler.driver.sections import (
-    expert_sections,
-    explain_rows,
-    memory_rows,
-    operation_counts,
-    pipeline_section,
-    requirements,
-    sqnr_rows,
-    weight_kinds,
-)
-from compiler.driver.selftest import Hint, make_selftest
 from compiler.driver.stages import Portable, StageClock
-from compiler.emitters.c import render_kernels
-from compiler.emitters.plan import emit_plan
-from compiler.emitters.toolchain import compile_shared
+from compiler.driver.verdicts import find_verdict, keep_verdict, verdict_key
 from compiler.frontend.pipeline_json import read_pipeline
 from compiler.hardware.targets import Target, find_target
 from compiler.passes.pipeline_spec import PipelineSpec
-from compiler.quant.module import pack_module
 
-KERNEL_CACHE: Final = "toolchain"
+PORTABLE: Final = "portable"
+VECTORS: Final = "vectors"
+CALIBRATION_FILES: Final = 2
+_SHARED_STAGES: Final = ("import", "raise", "quantise", "plan")
 
 
 def compile_model(submission_dir: Path, options: CompileOptions) -> CompiledBundle:
     """Compile the submission in a directory for `options.target`.
 
     Args:
-        submission_dir: `pipeline.json`, the ONNX files it names and, for models that answer in
-            words, `calibration.json` and `.npz`. Nothing else is read.
+        submission_dir: `pipeline.json`, the ONNX files it names with their external data and, for
+            models that answer in words, `calibration.json` and `.npz`. Nothing else is read.
         options: See `CompileOptions`.
 
     Returns:
@@ -84,13 +73,16 @@ def compile_model(submission_dir: Path, options: CompileOptions) -> CompiledBund
     target = find_target(options.target)
     spec = read_pipeline(submission_dir)
     run = _Compilation(submission_dir, options, target, spec)
+    run.require_calibration()
     portable = run.portable()
     plan = parse_plan(portable.sections["plan"])
     c_source, kernels = run.kernels(plan)
-    selftest = run.selftest(portable, kernels)
+    selftest = run.selftest(portable, plan, kernels)
     sections = {**portable.sections, "kernels": kernels, "selftest": selftest.to_bytes()}
-    check = run.check_native(sections)
-    return run.bundle(portable, plan, sections, selftest, check, c_source)
+    check = run.check(sections)
+    bundle = run.bundle(portable, plan, sections, selftest, check, c_source)
+    run.cache.trim()
+    return bundle
 
 
 class _Compilation:
@@ -102,116 +94,119 @@ class _Compilation:
         self.directory = directory
         self.options = options
         self.target = target
-        self.spec = spec
-        self.cache = StageCache(options.cache_dir)
+        self.cache = StageCache(options.cache_dir, options.cache_limit_bytes)
         self.clock = StageClock(options.progress)
-        self.cards = self._calibration()
+        self.spec = spec
         self.base = base_parts(options.base_sections)
+        self.calibration = calibration_digests(directory)
+        self.model_files = model_digests(directory, spec)
         self.provenance = provenance_document(
-            submission_digests(directory, spec),
+            self.model_files | self.calibration,
             section_digests(self.base),
             target.id,
             options.selftest_vectors,
         )
 
+    def require_calibration(self) -> None:
+        """Refuse a model that sees pictures and brings no pictures to test it with.
+
+        Raises:
+            MalformedModelError: A file of the set is missing; the message names it.
+        """
+        image = self.spec.image
+        if image is not None and len(self.calibration) < CALIBRATION_FILES:
+            from compiler.driver.cards import read_cards
+
+            size = ImageSpec(image.height, image.width, image.channels)
+            read_cards(self.directory, CALIBRATION, size)
+
     def portable(self) -> Portable:
         """Return what is the same for every target, from the cache if it was made before."""
-        key = self._key("portable")
-        stored = self.cache.get("portable", key)
+        facts: dict[str, Json] = {
+            "files": dict(self.model_files),
+            "base": dict(section_digests(self.base)),
+            "compiler": compiler_digest(),
+        }
+        key = cache_key(PORTABLE, facts)
+        stored = self.cache.get(PORTABLE, key)
         if stored is not None:
-            for stage in ("import", "raise", "quantise", "plan"):
+            for stage in _SHARED_STAGES:
                 self.clock.skip(stage)
             return Portable.from_parts(stored)
-        portable = self._make_portable()
-        self.cache.put("portable", key, portable.to_parts())
-        return portable
+        from compiler.driver.portable_stage import make_portable
 
-    def _make_portable(self) -> Portable:
-        lowered = lower_submission(self.directory, self.clock)
-        with self.clock.stage("quantise"):
-            base = base_weights(lowered.module, self.base, self.options.base_planes)
-            packed = pack_module(lowered.module, base=base)
-            kept = kept_codes(packed.packed, base)
-            sqnr = sqnr_rows(lowered.module, packed.packed)
-        with self.clock.stage("plan"):
-            emitted = emit_plan(lowered.module, weights_packed=packed.packed)
-            plan = parse_plan(emitted.plan_bytes)
-            pipeline = pipeline_section(self.spec, plan)
-        facts: dict[str, Json] = {
-            "operations": operation_counts(plan),
-            "sqnr_db": sqnr,
-            "weight_bytes": weight_kinds(plan),
-            "memory": memory_rows(emitted.memory),
-            "notes": list(lowered.notes),
-            "base": {
-                "codes": kept.codes,
-                "same_codes": kept.same,
-                "weights_paired": len(base),
-                "groups_refreshed": sum(r.groups_refreshed for r in packed.reports.values()),
-                "rows_refreshed": sum(r.rows_refreshed for r in packed.reports.values()),
-            }
-            if base
-            else None,
-        }
-        sections = {
-            **emitted.sections,
-            "plan": emitted.plan_bytes,
-            "pipeline": pipeline.to_bytes(),
-        }
-        return Portable(sections, emitted.planes, lowered.ir_text, facts)
+        base = self.base, self.options.base_planes
+        portable = make_portable(
+            self.directory, self.spec, self.model_files, base, self.cache, self.clock
+        )
+        self.cache.put(PORTABLE, key, portable.to_parts())
+        return portable
 
     def kernels(self, plan: Plan) -> tuple[str, bytes]:
         """Return the C source and the shared library."""
+        found = find_kernels(self.target, plan.ops, self.cache)
+        if found is not None:
+            self.clock.skip("kernels")
+            return found
         with self.clock.stage("kernels"):
-            return self._build(self.target, plan)
+            return make_kernels(self.target, plan.ops, self.cache)
 
-    def _build(self, target: Target, plan: Plan) -> tuple[str, bytes]:
-        source = render_kernels(target, plan.ops)
-        with scratch_directory() as folder:
-            return source, compile_shared(source, target, self._tool_cache(folder))
-
-    def _tool_cache(self, scratch: Path) -> Path:
-        return self.cache.directory / KERNEL_CACHE if self.cache.directory else scratch
-
-    def selftest(self, portable: Portable, kernels: bytes) -> SelfTest:
+    def selftest(self, portable: Portable, plan: Plan, kernels: bytes) -> SelfTest:
         """Return the vectors with the simulator's answers; from the cache if possible."""
+        facts: dict[str, Json] = {
+            "sections": dict(section_digests(portable.sections)),
+            "calibration": dict(self.calibration),
+            "vectors": self.options.selftest_vectors,
+            "compiler": compiler_digest(),
+        }
+        key = cache_key(VECTORS, facts)
+        stored = self.cache.get(VECTORS, key)
+        if stored is not None:
+            self.clock.skip("selftest")
+            return parse_selftest(stored["selftest"])
         with self.clock.stage("selftest"):
-            key = self._key("selftest")
-            stored = self.cache.get("selftest", key)
-            if stored is not None:
-                return parse_selftest(stored["selftest"])
-            selftest = make_selftest(
-                BundleSimulator(portable.sections),
-                parse_pipeline(portable.sections["pipeline"]),
-                self.cards,
-                expert_sections(portable.sections),
+            from compiler.driver.vector_stage import make_vectors
+
+            selftest = make_vectors(
+                self.directory,
+                portable.sections,
+                lambda: self._host_kernels(plan, kernels),
                 self.options.selftest_vectors,
-                self._hints(portable, kernels),
+                self.options.selftest_timeout_s,
             )
-            self.cache.put("selftest", key, {"selftest": selftest.to_bytes()})
-            return selftest
+        self.cache.put(VECTORS, key, {"selftest": selftest.to_bytes()})
+        return selftest
 
-    def _hints(self, portable: Portable, kernels: bytes) -> list[Hint]:
-        """Look for rare experts with native code: the target's, or else this machine's."""
-        if not runs_here(self.target):
-            host = host_target()
-            if host is None:
-                return []
-            _, kernels = self._build(host, parse_plan(portable.sections["plan"]))
-        with scratch_directory() as folder:
-            sections = {**portable.sections, "kernels": kernels}
-            return find_hints(folder, sections, self.directory, self.options.selftest_timeout_s)
+    def _host_kernels(self, plan: Plan, kernels: bytes) -> bytes | None:
+        """Return kernels that run here: the target's, or else this machine's, or None."""
+        if runs_here(self.target):
+            return kernels
+        host = host_target()
+        if host is None:
+            return None
+        found = find_kernels(host, plan.ops, self.cache)
+        return (found or make_kernels(host, plan.ops, self.cache))[1]
 
-    def check_native(self, sections: Mapping[str, bytes]) -> NativeCheck:
-        """Run the shipped code against the vectors: here, under an emulator, or not at all."""
-        emulator = emulator_of(self.target)
-        with self.clock.stage("selftest"), scratch_directory() as folder:
-            if runs_here(self.target):
-                return check_native(folder, sections, self.options.selftest_timeout_s)
-            if emulator is not None:
-                detail = check_emulated(sections, self.target, emulator, self._tool_cache(folder))
-                return NativeCheck(QEMU, detail)
+    def check(self, sections: Mapping[str, bytes]) -> NativeCheck:
+        """Return what running the shipped code gave: now, or earlier for the very same bytes."""
+        emulator = None if runs_here(self.target) else emulator_of(self.target)
+        if not runs_here(self.target) and emulator is None:
             return check_assembled(self.target)
+        key = verdict_key(sections, self.target, emulator)
+        kept = None if self.options.recheck else find_verdict(self.cache, key)
+        if kept is not None:
+            return kept
+        with self.clock.stage("selftest"), scratch_directory() as folder:
+            if emulator is None:
+                check = check_native(folder, sections, self.options.selftest_timeout_s)
+            else:
+                from compiler.driver.emulated_check import check_emulated
+
+                tools = tool_cache(self.cache, folder)
+                detail = check_emulated(sections, self.target, emulator, tools)
+                check = NativeCheck(QEMU, detail)
+        keep_verdict(self.cache, key, check)
+        return check
 
     def bundle(
         self,
@@ -263,14 +258,3 @@ class _Compilation:
             ),
             provenance_sha256=sha256_hex(canonical_bytes(self.provenance)),
         )
-
-    def _calibration(self) -> tuple[Card, ...]:
-        image = self.spec.image
-        if image is None:
-            return ()
-        size = ImageSpec(image.height, image.width, image.channels)
-        return read_cards(self.directory, CALIBRATION, size)
-
-    def _key(self, stage: str) -> str:
-        facts = {name: value for name, value in self.provenance.items() if name != "target"}
-        return cache_key(stage, facts)

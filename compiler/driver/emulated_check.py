@@ -4,10 +4,8 @@ The emulator plays a freestanding program that holds the same kernel source as t
 (see `compiler.emitters.runner`). It says that the bits are right, and nothing about speed.
 """
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 from compiler.contract.canonical import Json
 from compiler.contract.errors import ContractError
@@ -16,17 +14,6 @@ from compiler.contract.selftest import output_digests, parse_selftest
 from compiler.emitters.runner import ScriptRun, build_runner, play
 from compiler.errors import SelfTestError
 from compiler.hardware.targets import Target
-
-EMULATORS: Final[Mapping[str, tuple[str, ...]]] = {
-    "aarch64": ("qemu-aarch64",),
-    "aarch64-dotprod": ("qemu-aarch64", "-cpu", "max"),
-}
-
-
-def emulator_of(target: Target) -> tuple[str, ...] | None:
-    """Return the command that runs code of `target` here, or None if there is none."""
-    command = EMULATORS.get(target.id)
-    return command if command is not None and shutil.which(command[0]) else None
 
 
 def check_emulated(
@@ -37,7 +24,7 @@ def check_emulated(
     Args:
         sections: Every section of the bundle by component.
         target: What to emulate.
-        emulator: See `emulator_of`.
+        emulator: See `compiler.driver.native_check.emulator_of`.
         cache_dir: Folder of the C compiler's results.
 
     Raises:

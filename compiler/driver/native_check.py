@@ -8,9 +8,7 @@ cannot run the target, the result says so instead of pretending: `assembled`.
 
 import json
 import platform
-import signal
-import subprocess
-import sys
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,7 @@ from typing import Final
 
 from compiler.contract import selftest_process
 from compiler.contract.canonical import Json
-from compiler.driver import scout
-from compiler.driver.selftest import Hint
+from compiler.emitters.processes import Finished, TookTooLongError, run_module
 from compiler.errors import SelfTestError
 from compiler.hardware.targets import Target, best_target
 
@@ -27,7 +24,10 @@ CPU_INFO: Final = Path("/proc/cpuinfo")
 HOST: Final = "host"
 QEMU: Final = "qemu"
 ASSEMBLED: Final = "assembled"
-ROOT: Final = Path(__file__).parents[2]
+EMULATORS: Final[Mapping[str, tuple[str, ...]]] = {
+    "aarch64": ("qemu-aarch64",),
+    "aarch64-dotprod": ("qemu-aarch64", "-cpu", "max"),
+}
 _MAX_SHOWN: Final = 400
 
 
@@ -68,6 +68,12 @@ def host_target() -> Target | None:
     return best_target(platform.machine(), host_features())
 
 
+def emulator_of(target: Target) -> tuple[str, ...] | None:
+    """Return the command that runs code of `target` here, or None if there is none."""
+    command = EMULATORS.get(target.id)
+    return command if command is not None and shutil.which(command[0]) else None
+
+
 def check_assembled(target: Target) -> NativeCheck:
     """Say that code for `target` was built and could not be run here."""
     missing = ", ".join(sorted(target.features - host_features()))
@@ -88,35 +94,16 @@ def check_native(directory: Path, sections: Mapping[str, bytes], timeout_s: floa
             code crashed, or it took too long.
     """
     write_sections(directory, sections)
-    done = _run_child(selftest_process.__name__, [directory], timeout_s)
-    if done.returncode not in (selftest_process.PASSED, selftest_process.FAILED):
-        raise SelfTestError(f"the native self-test did not run: {done.stderr[-_MAX_SHOWN:]}")
-    report: dict[str, Json] = json.loads(done.stdout)
-    if done.returncode == selftest_process.FAILED:
+    done = run_child(selftest_process.__name__, [directory], timeout_s)
+    if done.status not in (selftest_process.PASSED, selftest_process.FAILED):
+        raise SelfTestError(f"the native self-test did not run: {done.error_text(_MAX_SHOWN)}")
+    report: dict[str, Json] = json.loads(done.output)
+    if done.status == selftest_process.FAILED:
         shown = json.dumps(report["mismatches"])[:_MAX_SHOWN]
         raise SelfTestError(
             f"native code and simulator differ in {report['failed_vectors']} vectors: {shown}"
         )
     return NativeCheck(HOST, report)
-
-
-def find_hints(
-    directory: Path, sections: Mapping[str, bytes], submission: Path, timeout_s: float
-) -> list[Hint]:
-    """Return hints about rare experts from native code that runs here; none if there are none.
-
-    Args:
-        directory: An empty directory of our own; the sections are written into it.
-        sections: A bundle without its self-test, with kernels that this machine can run.
-        submission: Directory with the calibration set.
-        timeout_s: Seconds after which the child is killed.
-
-    Raises:
-        SelfTestError: The native code crashed or took too long.
-    """
-    write_sections(directory, sections)
-    done = _run_child(scout.__name__, [directory, submission], timeout_s)
-    return scout.parse_hints(done.stdout) if done.returncode == 0 else []
 
 
 def write_sections(directory: Path, sections: Mapping[str, bytes]) -> None:
@@ -125,17 +112,17 @@ def write_sections(directory: Path, sections: Mapping[str, bytes]) -> None:
         (directory / name).write_bytes(data)
 
 
-def _run_child(
-    module: str, paths: Sequence[Path], timeout_s: float
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, *(str(path.resolve()) for path in paths)]
+def run_child(module: str, paths: Sequence[Path], timeout_s: float) -> Finished:
+    """Run one of our modules that loads native code, on absolute paths, and wait for it.
+
+    Raises:
+        SelfTestError: It took too long, or a signal ended it.
+    """
+    arguments = [str(path.resolve()) for path in paths]
     try:
-        done = subprocess.run(  # noqa: S603 - our own module in our own interpreter
-            command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired as error:
+        done = run_module(module, arguments, timeout_s=timeout_s)
+    except TookTooLongError as error:
         raise SelfTestError(f"the native self-test took more than {timeout_s:g} s") from error
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        raise SelfTestError(f"the native code ended by {name} in the self-test")
+    if done.signal_name:
+        raise SelfTestError(f"the native code ended by {done.signal_name} in the self-test")
     return done

@@ -8,6 +8,7 @@ from typing import Any, Final
 from compiler.contract.manifest import NAME_PATTERN, ReleaseManifest
 from compiler.contract.planes import Plane
 from compiler.contract.selftest import MIN_VECTORS
+from compiler.driver.cache import DEFAULT_LIMIT_BYTES
 from compiler.errors import CompilerError
 
 STAGES: Final = ("import", "raise", "quantise", "plan", "kernels", "selftest", "manifest")
@@ -26,6 +27,8 @@ class CompileOptions:
         target: Id of the target, see `compiler.hardware.targets`.
         model, version, release_seq, security_epoch: Identity of the release, for the manifest.
         cache_dir: Where stage results are kept between runs; None keeps nothing.
+        cache_limit_bytes: What is kept there at most; what was used longest ago goes first.
+        recheck: Run the native self-test even if the very same bytes passed it on this machine.
         base_sections: Sections of an older bundle of the same model (`plan` and those with
             weights); its W4 grids are kept wherever weights still fit them, so that deltas are
             small.
@@ -42,6 +45,8 @@ class CompileOptions:
     release_seq: int = 1
     security_epoch: int = 0
     cache_dir: Path | None = None
+    cache_limit_bytes: int = DEFAULT_LIMIT_BYTES
+    recheck: bool = False
     base_sections: Mapping[str, bytes] | None = None
     base_planes: Mapping[str, tuple[Plane, ...]] | None = None
     selftest_vectors: int = MIN_VECTORS
@@ -57,6 +62,8 @@ class CompileOptions:
                 )
         if self.selftest_vectors < MIN_VECTORS:
             raise CompilerError(f"a self-test has at least {MIN_VECTORS} vectors")
+        if self.cache_limit_bytes < 0:
+            raise CompilerError("a cache limit is a number of bytes, 0 keeps nothing")
         if self.release_seq < 1 or self.security_epoch < 0:
             raise CompilerError("release_seq starts at 1, security_epoch at 0")
 

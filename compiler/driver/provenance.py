@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from compiler.contract.canonical import Json, sha256_hex
+from compiler.driver.external_data import external_files
 from compiler.passes.pipeline_spec import PipelineSpec
 
 SCHEMA: Final = "sparsefleet.provenance/1"
@@ -20,15 +21,26 @@ _SOURCES: Final = ("*.py", "*.c.in")
 _TOOLS: Final = ("numpy", "onnx", "xdsl", "jinja2", "ziglang")
 
 
-def submission_digests(directory: Path, spec: PipelineSpec) -> dict[str, str]:
-    """Return the SHA-256 of every file of a submission that a compilation reads, by name."""
-    names = ["pipeline.json", *(component.file for component in spec.components)]
-    names += [
-        f"{CALIBRATION}{suffix}"
-        for suffix in (".json", ".npz")
-        if (directory / f"{CALIBRATION}{suffix}").exists()
-    ]
-    return {name: _file_digest(directory / name) for name in sorted(set(names))}
+def model_digests(directory: Path, spec: PipelineSpec) -> dict[str, str]:
+    """Return the SHA-256 of every file that the importer reads, by name.
+
+    A file that is missing has none; the importer says what is wrong.
+    """
+    names = {"pipeline.json"}
+    for component in spec.components:
+        path = directory / component.file
+        folder = Path(component.file).parent
+        names.add(component.file)
+        names.update(str(folder / name) for name in external_files(path))
+    return {
+        name: _file_digest(directory / name) for name in sorted(names) if _is_file(directory, name)
+    }
+
+
+def calibration_digests(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of the files of the calibration set, by name; nothing without one."""
+    names = [f"{CALIBRATION}{suffix}" for suffix in (".json", ".npz")]
+    return {name: _file_digest(directory / name) for name in names if _is_file(directory, name)}
 
 
 def section_digests(sections: Mapping[str, bytes] | None) -> dict[str, str]:
@@ -74,6 +86,12 @@ def provenance_document(
         "compiler_sha256": compiler_digest(),
         "tools": tool_versions(),
     }
+
+
+def _is_file(directory: Path, name: str) -> bool:
+    """Return whether a name is a file that lies below the directory, links followed."""
+    path = (directory / name).resolve()
+    return path.is_relative_to(directory.resolve()) and path.is_file()
 
 
 def _sources(root: Path) -> Iterable[Path]:

@@ -9,7 +9,7 @@ whose vectors do not reach every expert is not released: an expert that nothing 
 on every device.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from math import gcd
@@ -21,7 +21,7 @@ from compiler.contract.pipeline import FAMILY_GRAPH, Pipeline, TokenSpec
 from compiler.contract.selftest import SelfTest, SelfTestRun, SelfTestVector, output_digests
 from compiler.contract.session import FORWARD, SEE, STEP, Buffer, PlanRunner, step_inputs
 from compiler.driver.cards import Card
-from compiler.driver.sections import expert_place
+from compiler.driver.plan_facts import expert_place
 from compiler.errors import SelfTestError
 
 STEPS_PER_VECTOR: Final = 4
@@ -94,7 +94,7 @@ def make_selftest(
     cards: Sequence[Card],
     experts: Iterable[str],
     vectors: int,
-    hints: Sequence[Hint] = (),
+    hints: Callable[[], Sequence[Hint]] = tuple,
 ) -> SelfTest:
     """Return at least `vectors` vectors that together reach all `experts`.
 
@@ -104,7 +104,8 @@ def make_selftest(
         cards: The calibration set; empty for a model without pictures.
         experts: Sections that must be reached, `expert.L<layer>.E<expert>`.
         vectors: The fewest vectors.
-        hints: Where rare experts may be found; only what the simulator then reaches counts.
+        hints: Returns where rare experts may be found; asked only if some are missing. Only what
+            the simulator then reaches counts.
 
     Raises:
         SelfTestError: Some expert is not reached by any candidate; the message names it. Train it,
@@ -157,10 +158,13 @@ def _candidates(pipeline: Pipeline, cards: Sequence[Card]) -> Iterator[Candidate
 
 
 def _hinted_candidates(
-    pipeline: Pipeline, cards: Sequence[Card], hints: Sequence[Hint], missing: set[str]
+    pipeline: Pipeline,
+    cards: Sequence[Card],
+    hints: Callable[[], Sequence[Hint]],
+    missing: set[str],
 ) -> Iterator[Candidate]:
     """Yield the question that reaches most of what is missing, again and again."""
-    left = list(hints)
+    left = list(hints()) if missing else []
     while missing and left:
         best = max(left, key=lambda hint: len(hint.experts & missing))
         if not best.experts & missing:

@@ -30,11 +30,13 @@ class StageClock:
         self._progress = progress
         self._seconds: dict[str, float] = {}
         self._cached: set[str] = set()
+        self._notes: dict[str, dict[str, Json]] = {}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Time a stage; entered twice, its times add up."""
         self._progress(name, _SHARES[name])
+        self._cached.discard(name)
         start = perf_counter()
         try:
             yield
@@ -42,9 +44,13 @@ class StageClock:
             self._seconds[name] = self._seconds.get(name, 0.0) + perf_counter() - start
 
     def skip(self, name: str) -> None:
-        """Note that a stage's result came from the cache."""
+        """Note that a stage's result came from the cache; work in it later takes that back."""
         self._progress(name, _SHARES[name])
         self._cached.add(name)
+
+    def note(self, name: str, **facts: Json) -> None:
+        """Add facts to the row of a stage."""
+        self._notes.setdefault(name, {}).update(facts)
 
     def rows(self) -> list[Json]:
         """Return one row per stage, in order."""
@@ -53,6 +59,7 @@ class StageClock:
                 "name": name,
                 "seconds": round(self._seconds.get(name, 0.0), 3),
                 "cached": name in self._cached,
+                **self._notes.get(name, {}),
             }
             for name in STAGES
         ]

@@ -1,12 +1,12 @@
-"""Run the C compiler and what it made: the only place of the compiler that starts a process.
+"""Run the C compiler and what it made.
 
 Results are kept in a content-addressed folder: the key is the digest of source, flags and compiler
 version, files appear by rename, so any number of processes may share the folder.
 """
 
+import contextlib
 import hashlib
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -18,6 +18,7 @@ import ziglang
 
 from compiler.contract.operations import Op
 from compiler.emitters.c import render_kernels
+from compiler.emitters.processes import run_command
 from compiler.errors import ToolchainError
 from compiler.hardware.targets import Target
 from compiler.kernels.select import TileSpec
@@ -74,8 +75,11 @@ def compile_c(
     command = ("-target", target.triple, f"-mcpu={target.mcpu}", *flags)
     key = hashlib.sha256("\0".join((_compiler_version(), *command, source)).encode()).hexdigest()
     kept = cache_dir / key[:2] / f"{key}{suffix}"
-    if kept.exists():
-        return kept.read_bytes()
+    with contextlib.suppress(FileNotFoundError):  # never made, or trimmed from the cache meanwhile
+        result = kept.read_bytes()
+        with contextlib.suppress(OSError):  # the cache forgets what was used longest ago
+            os.utime(kept)
+        return result
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=kept.parent, prefix=".build-") as folder:
         made = _run(Path(folder), source, command, cache_dir / "zig")
@@ -95,33 +99,16 @@ def run_program(program: bytes, emulator: Sequence[str], standard_input: bytes) 
         path.write_bytes(program)
         path.chmod(0o700)
         command = [*emulator, str(path)]
-        done = _call(command, Path(folder), {"PATH": os.defpath}, standard_input)
-    if done.returncode:
-        tail = done.stderr.decode("utf-8", "replace")[-400:]
-        raise ToolchainError(f"{command[0]} ended with {done.returncode}: {tail}")
-    return done.stdout
-
-
-def _call(
-    command: list[str], folder: Path, environment: dict[str, str], standard_input: bytes = b""
-) -> "subprocess.CompletedProcess[bytes]":
-    try:
-        return subprocess.run(  # noqa: S603 - our own programs with fixed arguments
+        done = run_command(
             command,
-            cwd=folder,
-            env=environment,
-            input=standard_input,
-            capture_output=True,
-            timeout=TIMEOUT_SECONDS,
-            check=False,
+            folder=Path(folder),
+            timeout_s=TIMEOUT_SECONDS,
+            environment={"PATH": os.defpath},
+            standard_input=standard_input,
         )
-    except subprocess.TimeoutExpired as error:
-        raise ToolchainError(f"{command[0]} took more than {TIMEOUT_SECONDS} s") from error
-    except OSError as error:
-        raise ToolchainError(
-            f"{command[0]} could not be started: {error}",
-            hint="is the package ziglang (or the emulator) installed?",
-        ) from error
+    if done.status:
+        raise ToolchainError(f"{command[0]} ended with {done.status}: {done.error_text(400)}")
+    return done.output
 
 
 def _run(folder: Path, source: str, command: tuple[str, ...], zig_cache: Path) -> Path:
@@ -134,11 +121,13 @@ def _run(folder: Path, source: str, command: tuple[str, ...], zig_cache: Path) -
         "PATH": os.defpath,
     }
     command_line = [str(_compiler()), "cc", *command, "kernels.c", "-o", "out"]
-    done = _call(command_line, folder, environment)
-    if done.returncode:
-        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    done = run_command(
+        command_line, folder=folder, timeout_s=TIMEOUT_SECONDS, environment=environment
+    )
+    if done.status:
+        lines = done.errors.decode("utf-8", "replace").strip().splitlines()
         tail = "\n".join(lines[-_TAIL_LINES:])
-        raise ToolchainError(f"the C compiler ended with {done.returncode}:\n{tail}")
+        raise ToolchainError(f"the C compiler ended with {done.status}:\n{tail}")
     return folder / "out"
 
 

@@ -144,7 +144,8 @@ def test_it_makes_the_same_manifest_without_a_cache(folder, tmp_path) -> None:
     assert [share for _, share in seen] == sorted(share for _, share in seen)
     again = compile_model(submission("v1", folder), options)
     assert again.manifest == fresh.manifest
-    assert [row["cached"] for row in again.report["stages"]][:4] == [True] * 4
+    assert [row["cached"] for row in again.report["stages"]][:6] == [True] * 6
+    assert again.report["native_check"] == {**fresh.report["native_check"], "kept": True}
     leftovers = list((tmp_path / "fresh").rglob("*.partial"))
     assert leftovers == []
 
@@ -221,8 +222,10 @@ def _compile_broken(monkeypatch, folder: Path, line: str, **changes) -> None:
         assert signature in source
         return source.replace(signature, signature + line)
 
-    monkeypatch.setattr("compiler.driver.compile.render_kernels", render)
     compiled("v1", here("x86-64-v3"), folder)  # vectors are in the cache from here on
+    monkeypatch.setattr("compiler.driver.build_kernels.render_kernels", render)
+    monkeypatch.setattr("compiler.driver.compile.find_kernels", lambda *_: None)
+    monkeypatch.setattr("compiler.driver.kernel_stage.STAGE", "broken")
     options = CompileOptions("x86-64-v3", "edgecard", "v1", cache_dir=STORE, **changes)
     compile_model(submission("v1", folder), options)
 

@@ -1,10 +1,18 @@
 """The stage cache: whole entries or none, whatever happened to the file."""
 
 import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from compiler.driver.cache import StageCache, cache_key, scratch_directory, write_atomic
+from compiler.driver.cache import (
+    StageCache,
+    StageUse,
+    cache_key,
+    scratch_directory,
+    write_atomic,
+)
 
 KEY = cache_key("plan", {"a": 1})
 PARTS = {"plan": b"abc", "empty": b"", "big": bytes(range(256)) * 40}
@@ -65,7 +73,15 @@ def test_it_leaves_no_partial_file_when_the_disk_is_full(tmp_path, monkeypatch) 
     with pytest.raises(OSError, match="no space"):
         write_atomic(tmp_path / "a" / "b", b"data")
     assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_it_loses_an_entry_that_does_not_fit_the_disk(tmp_path, monkeypatch) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
     StageCache(tmp_path).put("plan", KEY, PARTS)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert StageCache(tmp_path).get("plan", KEY) is None
 
 
@@ -87,3 +103,56 @@ def test_it_removes_scratch_space_even_after_an_error() -> None:
     with pytest.raises(KeyError):
         use()
     assert not seen[0].exists()
+
+
+def _fill(cache: StageCache, count: int) -> list[str]:
+    """Store entries of 1,000 bytes and more, used one second after the other."""
+    keys = [cache_key("plan", {"at": at}) for at in range(count)]
+    for at, key in enumerate(keys):
+        cache.put("plan", key, {"data": bytes(1000)})
+        os.utime(cache.directory / "plan" / key[:2] / key, (at, at))
+    return keys
+
+
+def test_it_forgets_what_was_used_longest_ago(tmp_path) -> None:
+    cache = StageCache(tmp_path, limit_bytes=6_000)
+    keys = _fill(cache, 8)
+    assert cache.get("plan", keys[0]) is not None  # used now: the oldest no more
+    removed = cache.trim()
+    kept = [key for key in keys if cache.get("plan", key) is not None]
+    assert kept == [keys[0], *keys[-len(kept) + 1 :]]
+    assert 3 <= len(kept) <= 5
+    assert removed > 2_000
+    assert cache.trim() == 0
+    assert cache.use_by_stage()["plan"].size_bytes <= 6_000
+
+
+def test_it_counts_but_never_trims_what_belongs_to_the_c_compiler(tmp_path) -> None:
+    cache = StageCache(tmp_path, limit_bytes=0)
+    foreign = tmp_path / "toolchain" / "zig" / "h"
+    foreign.mkdir(parents=True)
+    (foreign / "manifest").write_bytes(b"x" * 10)
+    (tmp_path / "toolchain" / "ab.so").write_bytes(b"y" * 20)
+    assert cache.use_by_stage() == {"toolchain": StageUse(2, 30)}
+    assert cache.trim() == 20
+    assert (foreign / "manifest").exists()
+
+
+def test_it_survives_readers_writers_and_trimmers_at_once(tmp_path) -> None:
+    cache = StageCache(tmp_path, limit_bytes=8_000)
+    keys = [cache_key("plan", {"at": at}) for at in range(24)]
+    parts = {key: {"data": key.encode() * 20} for key in keys}
+
+    def use(turn: int) -> int:
+        key = keys[turn % len(keys)]
+        cache.put("plan", key, parts[key])
+        found = cache.get("plan", key)
+        assert found in (None, parts[key])
+        return cache.trim()
+
+    with ThreadPoolExecutor(8) as pool:
+        removed = sum(pool.map(use, range(240)))
+    assert removed > 0
+    cache.trim()
+    assert cache.use_by_stage()["plan"].size_bytes <= 8_000
+    assert not list(tmp_path.rglob("*.partial"))

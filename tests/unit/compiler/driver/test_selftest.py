@@ -118,7 +118,7 @@ def test_it_follows_hints_to_rare_experts() -> None:
     wrong = Hint(0, 1, frozenset({"expert.L0.E6", "expert.L0.E5"}))
     right = Hint(6, 0, frozenset({"expert.L0.E6"}))
     selftest = make_selftest(
-        ExpertPlan(), PIPELINE, cards, ["expert.L0.E6"], 16, hints=[wrong, right]
+        ExpertPlan(), PIPELINE, cards, ["expert.L0.E6"], 16, hints=lambda: [wrong, right]
     )
     assert len(selftest.vectors) == 17
     assert selftest.vectors[-1].name == "card 6 question 0 (rare)"

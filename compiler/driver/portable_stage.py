@@ -1,0 +1,161 @@
+"""The stages that are the same for every target: import, raise, quantise, plan.
+
+    files --lowered--> module --weight, one entry each--> packed weights --portable--> sections
+
+Each arrow is an entry of the cache keyed by the content of what stands left of it and by the
+compiler's sources. So a version that changes one expert imports again and packs that expert alone,
+another base packs and imports nothing again, and a further target does nothing here at all.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha256_hex
+from compiler.contract.plan import parse_plan
+from compiler.contract.planes import Plane
+from compiler.driver.base_grids import base_weights, kept_codes
+from compiler.driver.cache import StageCache, cache_key
+from compiler.driver.lowering import Lowered, lower_submission
+from compiler.driver.plan_facts import operation_counts, weight_kinds
+from compiler.driver.provenance import compiler_digest
+from compiler.driver.records import UnkeepableError, from_parts, to_parts
+from compiler.driver.sections import memory_rows, pipeline_section, sqnr_rows
+from compiler.driver.stages import Portable, StageClock
+from compiler.emitters.plan import emit_plan
+from compiler.passes.pipeline_spec import PipelineSpec
+from compiler.quant.module import PackedWeight, pack_module, pack_weight
+from compiler.quant.w4 import Floats, Grid, GridReport, PackedW4
+
+LOWERED: Final = "lowered"
+WEIGHT: Final = "weight"
+_PARTS: Final = ("codes", "scales", "rows")
+
+
+def make_portable(
+    directory: Path,
+    spec: PipelineSpec,
+    model_files: Mapping[str, str],
+    base: tuple[Mapping[str, bytes], Mapping[str, tuple[Plane, ...]] | None],
+    cache: StageCache,
+    clock: StageClock,
+) -> Portable:
+    """Compile what every target shares.
+
+    Args:
+        directory: The submission.
+        spec: Its `pipeline.json`.
+        model_files: SHA-256 of every file that the importer reads, by name.
+        base: Sections and planes of an older bundle; empty and None without one.
+        cache: Where `lowered` and `weight` entries are.
+        clock: Gets the times.
+
+    Raises:
+        UserModelError: The submission is at fault.
+        CompilerError: The base is no bundle, or a pass made an invalid program.
+    """
+    lowered = lower_cached(directory, model_files, cache, clock)
+    packing = _Packing(cache)
+    with clock.stage("quantise"):
+        old = base_weights(lowered.module, *base)
+        packed = pack_module(lowered.module, base=old, pack=packing.pack)
+        kept = kept_codes(packed.packed, old)
+        sqnr = sqnr_rows(lowered.module, packed.packed)
+    with clock.stage("plan"):
+        emitted = emit_plan(lowered.module, weights_packed=packed.packed)
+        plan = parse_plan(emitted.plan_bytes)
+        pipeline = pipeline_section(spec, plan)
+    facts: dict[str, Json] = {
+        "operations": operation_counts(plan),
+        "sqnr_db": sqnr,
+        "weight_bytes": weight_kinds(plan),
+        "memory": memory_rows(emitted.memory),
+        "notes": list(lowered.notes),
+        "base": {
+            "codes": kept.codes,
+            "same_codes": kept.same,
+            "weights_paired": len(old),
+            "groups_refreshed": sum(r.groups_refreshed for r in packed.reports.values()),
+            "rows_refreshed": sum(r.rows_refreshed for r in packed.reports.values()),
+        }
+        if old
+        else None,
+    }
+    sections = {**emitted.sections, "plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
+    clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
+    return Portable(sections, emitted.planes, lowered.ir_text, facts)
+
+
+def lower_cached(
+    directory: Path, model_files: Mapping[str, str], cache: StageCache, clock: StageClock
+) -> Lowered:
+    """Return the lowered submission, from the cache if these files were lowered before.
+
+    Raises:
+        UserModelError: The submission is at fault.
+    """
+    key = cache_key(LOWERED, {"files": dict(model_files), "compiler": compiler_digest()})
+    with clock.stage("import"):
+        stored = cache.get(LOWERED, key)
+        kept = from_parts(Lowered, stored) if stored is not None else None
+    if kept is not None:
+        clock.skip("import")
+        clock.skip("raise")
+        return kept
+    lowered = lower_submission(directory, clock)
+    with clock.stage("raise"):
+        try:
+            cache.put(LOWERED, key, to_parts(lowered))
+        except UnkeepableError:  # a fact of a new type: slower next time, not wrong
+            return lowered
+    return lowered
+
+
+class _Packing:
+    """Packs weights and keeps each under the content of its numbers and its grid."""
+
+    def __init__(self, cache: StageCache) -> None:
+        self.found = 0
+        self._cache = cache
+
+    def pack(self, array: Floats, grid: Grid | None) -> PackedWeight:
+        """Pack one matrix, or return what packing it gave before."""
+        key = cache_key(WEIGHT, _weight_facts(array, grid))
+        parts = self._cache.get(WEIGHT, key)
+        if parts is not None:
+            self.found += 1
+            return _unpack(parts)
+        packed = pack_weight(array, grid)
+        self._cache.put(WEIGHT, key, _pack(packed))
+        return packed
+
+
+def _weight_facts(array: Floats, grid: Grid | None) -> dict[str, Json]:
+    return {
+        "shape": list(array.shape),
+        "dtype": array.dtype.str,
+        "sha256": sha256_hex(array.tobytes()),
+        "scales": sha256_hex(grid.scales.tobytes()) if grid else "",
+        "rows": sha256_hex(grid.rows.tobytes()) if grid else "",
+        "compiler": compiler_digest(),
+    }
+
+
+def _pack(weight: PackedWeight) -> dict[str, bytes]:
+    packed, report = weight
+    head: dict[str, Json] = {
+        "n": packed.n,
+        "k": packed.k,
+        "report": [report.groups, report.groups_refreshed, report.rows_refreshed],
+    }
+    return {"head": canonical_bytes(head), **{name: getattr(packed, name) for name in _PARTS}}
+
+
+def _unpack(parts: Mapping[str, bytes]) -> PackedWeight:
+    head: Mapping[str, object] = parse_object(parts["head"])
+    n, k, report = head["n"], head["k"], head["report"]
+    assert isinstance(n, int)
+    assert isinstance(k, int)
+    assert isinstance(report, list)
+    codes, scales, rows = (parts[name] for name in _PARTS)
+    return PackedW4(n, k, codes, scales, rows), GridReport(*report)
