@@ -24,7 +24,7 @@ from compiler.driver.sections import memory_rows, pipeline_section, sqnr_rows
 from compiler.driver.stages import Portable, StageClock
 from compiler.emitters.plan import emit_plan
 from compiler.passes.pipeline_spec import PipelineSpec
-from compiler.quant.module import PackedWeight, pack_module, pack_weight
+from compiler.quant.module import PackedModule, PackedWeight, pack_module, pack_weight
 from compiler.quant.w4 import Floats, Grid, GridReport, PackedW4
 
 LOWERED: Final = "lowered"
@@ -59,7 +59,6 @@ def make_portable(
     with clock.stage("quantise"):
         old = base_weights(lowered.module, *base)
         packed = pack_module(lowered.module, base=old, pack=packing.pack)
-        kept = kept_codes(packed.packed, old)
         sqnr = sqnr_rows(lowered.module, packed.packed)
     with clock.stage("plan"):
         emitted = emit_plan(lowered.module, weights_packed=packed.packed)
@@ -71,19 +70,25 @@ def make_portable(
         "weight_bytes": weight_kinds(plan),
         "memory": memory_rows(emitted.memory),
         "notes": list(lowered.notes),
-        "base": {
-            "codes": kept.codes,
-            "same_codes": kept.same,
-            "weights_paired": len(old),
-            "groups_refreshed": sum(r.groups_refreshed for r in packed.reports.values()),
-            "rows_refreshed": sum(r.rows_refreshed for r in packed.reports.values()),
-        }
-        if old
-        else None,
+        "base": _base_facts(packed, old),
     }
     sections = {**emitted.sections, "plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     return Portable(sections, emitted.planes, lowered.ir_text, facts)
+
+
+def _base_facts(packed: PackedModule, old: Mapping[int, PackedW4]) -> Json:
+    """Return how much of the base's grids and codes stayed, or None without a base."""
+    if not old:
+        return None
+    kept = kept_codes(packed.packed, old)
+    return {
+        "codes": kept.codes,
+        "same_codes": kept.same,
+        "weights_paired": len(old),
+        "groups_refreshed": sum(r.groups_refreshed for r in packed.reports.values()),
+        "rows_refreshed": sum(r.rows_refreshed for r in packed.reports.values()),
+    }
 
 
 def lower_cached(
