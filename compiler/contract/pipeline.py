@@ -4,6 +4,9 @@ The plan says how to compute; this section says what a caller may feed it and wh
 vocabulary, the prompts, the size of a picture, the limits, and the programs with their ports.
 Schema `sparsefleet.pipeline-section/1`, canonical JSON, unknown fields refused. The device parses
 it after its digest was verified.
+
+A program `prefill` means that the picture decides how many of its tokens go on: the fixed rows that
+`see` gives are the most there can be, `count` says how many of them `prefill` gets.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +36,9 @@ MAX_PORTS: Final = 16
 MAX_PROGRAMS: Final = 16
 MAX_SIDE: Final = 1 << 14
 MAX_COUNT: Final = 1 << 20
+SEE: Final = "see"
+PREFILL: Final = "prefill"
+COUNT: Final = "count"
 PREFIX: Final = "_prefix"
 SUFFIX: Final = "_suffix"
 _FIELDS: Final = frozenset(("schema", "family", "image", "tokens", "limits", "programs"))
@@ -208,6 +214,7 @@ def parse_pipeline(data: bytes) -> Pipeline:
         max_step_tokens=require_integer(limits["max_step_tokens"], "max_step_tokens", 1, MAX_COUNT),
         programs=_programs(document["programs"]),
     )
+    _check_prefill(pipeline.programs)
     if pipeline.to_bytes() != data:
         raise ContractError("pipeline section is not in canonical form")
     return pipeline
@@ -276,6 +283,21 @@ def _programs(value: Json) -> dict[str, ProgramSpec]:
     if not programs:
         raise ContractError("a pipeline needs at least one program")
     return programs
+
+
+def _check_prefill(programs: Mapping[str, ProgramSpec]) -> None:
+    """Check that `prefill`, if there is one, takes rows that `see` gives and counts."""
+    if PREFILL not in programs:
+        return
+    given = programs[SEE].outputs if SEE in programs else {}
+    if COUNT not in given or given[COUNT] != Port(1, 1, "i32", dynamic=False):
+        raise ContractError(f"program {PREFILL!r} needs the {COUNT!r} of {SEE!r}")
+    for role, port in programs[PREFILL].inputs.items():
+        source = given.get(role)
+        if source is None or not port.dynamic or source.dynamic:
+            raise ContractError(f"program {PREFILL!r} takes no rows {role!r} of {SEE!r}")
+        if (source.cols, source.dtype) != (port.cols, port.dtype):
+            raise ContractError(f"rows {role!r} of {SEE!r} do not fit {PREFILL!r}")
 
 
 def _ports(value: Json) -> dict[str, Port]:

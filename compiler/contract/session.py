@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from compiler.contract.errors import ContractError, LimitExceededError
-from compiler.contract.pipeline import Pipeline, TokenSpec
+from compiler.contract.pipeline import COUNT, PREFILL, SEE, Pipeline, TokenSpec
 
 Buffer = bytes | bytearray | memoryview
-SEE: Final = "see"
 STEP: Final = "step"
 FORWARD: Final = "forward"
 
@@ -83,7 +82,7 @@ class Session:
             raise ContractError(f"picture of {len(image)} bytes, expected {spec.size_bytes}")
         self._seen = 0
         self._runner.kv_length = 0
-        self._runner.run(SEE, {"image": image})
+        see(self._runner, self._pipeline, image)
         self._seen = self._runner.kv_length
 
     def ask(self, prompt: str, words: Sequence[str] = ()) -> tuple[str, ...]:
@@ -131,6 +130,41 @@ class Session:
             outputs = self._runner.run(STEP, step_inputs(chunk, first))
             calls += 1
         return int.from_bytes(outputs["token"][:4], "little", signed=True), calls
+
+
+class Runs(Protocol):
+    """Something that runs programs."""
+
+    def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, Buffer]:
+        """Run one program. Inputs and outputs are raw little-endian rows, by role."""
+
+
+def see(runner: Runs, pipeline: Pipeline, image: Buffer) -> None:
+    """Put the tokens of a picture in the cache.
+
+    If `see` leaves that to `prefill`, only the rows that it kept go there, each at its position:
+    a simple picture takes fewer rows and less time than a full one.
+
+    Raises:
+        ContractError: The plan counts more rows than it has, or none.
+    """
+    outputs = runner.run(SEE, {"image": image})
+    if PREFILL not in pipeline.programs:
+        return
+    count = int.from_bytes(bytes(outputs[COUNT][:4]), "little", signed=True)
+    ports = pipeline.programs[PREFILL].inputs
+    rows = {role: _rows(outputs[role], port.row_bytes) for role, port in ports.items()}
+    if not 1 <= count <= min(len(items) for items in rows.values()):
+        raise ContractError(f"a picture of {count} tokens")
+    for start in range(0, count, pipeline.max_step_tokens):
+        chunk = slice(start, min(count, start + pipeline.max_step_tokens))
+        runner.run(PREFILL, {role: b"".join(items[chunk]) for role, items in rows.items()})
+
+
+def _rows(data: Buffer, row_bytes: int) -> list[bytes]:
+    """Return copies of the rows: the arena changes with the next run."""
+    whole = bytes(data)
+    return [whole[at : at + row_bytes] for at in range(0, len(whole), row_bytes)]
 
 
 def step_inputs(ids: Sequence[int], first_position: int) -> dict[str, bytes]:

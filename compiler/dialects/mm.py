@@ -11,6 +11,7 @@ from xdsl.irdl import (
     IRDLOperation,
     irdl_op_definition,
     operand_def,
+    opt_operand_def,
     prop_def,
     result_def,
     traits_def,
@@ -195,6 +196,111 @@ class PruneOp(IRDLOperation):
 
 
 @irdl_op_definition
+class AttentionScoreOp(IRDLOperation):
+    """How much each row from `first` on is looked at; heads weighted by 1 - entropy over the rows.
+
+    By query `row`, or by all rows from `first` on (their mean) if it is -1.
+    """
+
+    name = "mm.attention_score"
+    q = operand_def(TensorType)
+    k = operand_def(TensorType)
+    heads = prop_def(IntegerAttr)
+    scale = prop_def(FloatAttr)
+    row = prop_def(IntegerAttr)
+    first = prop_def(IntegerAttr)
+    result = result_def(TensorType)
+    traits = traits_def(Pure())
+
+    def __init__(
+        self, q: SSAValue, k: SSAValue, *, heads: int, scale: float, row: int, first: int
+    ) -> None:
+        super().__init__(
+            operands=[q, k],
+            properties={
+                "heads": integer(heads),
+                "scale": real(scale),
+                "row": integer(row),
+                "first": integer(first),
+            },
+            result_types=[tensor_type(dtype_of(q), [shape_of(k)[-2] + Dim(-first), Dim(1)])],
+        )
+
+    def verify_(self) -> None:
+        """The row exists or is -1, some rows are scored, columns divide into heads."""
+        rows, columns = shape_of(self.k)[-2], shape_of(self.k)[-1]
+        require(shape_of(self.q)[-1] == columns, self, "q and k differ in columns")
+        require(columns.constant % self.heads.value.data == 0, self, "heads do not divide columns")
+        require(-1 <= self.row.value.data < rows.constant, self, "there is no such row")
+        require(0 <= self.first.value.data < rows.constant, self, "no row is scored")
+
+
+@irdl_op_definition
+class PruneTopPOp(IRDLOperation):
+    """Keep the fewest tokens that hold `p` of the score, between `min_keep` and `max_keep`.
+
+    The rest joins up to `merge` context tokens by similarity of `keys`. Results have the most rows
+    there can be; `count` says how many are real, the others are zero.
+    """
+
+    name = "mm.prune_top_p"
+    tokens = operand_def(TensorType)
+    score = operand_def(TensorType)
+    keys = opt_operand_def(TensorType)
+    p = prop_def(FloatAttr)
+    min_keep = prop_def(IntegerAttr)
+    max_keep = prop_def(IntegerAttr)
+    merge = prop_def(IntegerAttr)
+    key_offset = prop_def(IntegerAttr)
+    kept = result_def(TensorType)
+    index = result_def(TensorType)
+    count = result_def(TensorType)
+    traits = traits_def(Pure())
+
+    def __init__(
+        self,
+        tokens: SSAValue,
+        score: SSAValue,
+        keys: SSAValue | None = None,
+        *,
+        p: float,
+        min_keep: int,
+        max_keep: int,
+        merge: int = 0,
+        key_offset: int = 0,
+    ) -> None:
+        shape = list(shape_of(tokens))
+        shape[-2] = Dim(min(shape[-2].constant, max_keep + merge))
+        super().__init__(
+            operands=[tokens, score, keys],
+            properties={
+                "p": real(p),
+                "min_keep": integer(min_keep),
+                "max_keep": integer(max_keep),
+                "merge": integer(merge),
+                "key_offset": integer(key_offset),
+            },
+            result_types=[
+                tensor_type(dtype_of(tokens), shape),
+                tensor_type("int64", shape[:-1]),
+                tensor_type("int64", [Dim(1), Dim(1)]),
+            ],
+        )
+
+    def verify_(self) -> None:
+        """Bounds stand in order, every token has a score and, to be merged, a key."""
+        tokens = shape_of(self.tokens)[-2]
+        low, high = self.min_keep.value.data, self.max_keep.value.data
+        require(0.0 < self.p.value.data <= 1.0, self, "p is outside (0, 1]")
+        require(1 <= low <= high <= tokens.constant, self, "bounds do not fit the tokens")
+        require(shape_of(self.score) == (tokens, Dim(1)), self, "one score per token is needed")
+        require((self.keys is None) == (self.merge.value.data == 0), self, "merging takes keys")
+        if self.keys is not None:
+            needed = tokens.constant + self.key_offset.value.data
+            require(needed <= shape_of(self.keys)[-2].constant, self, "keys are too few")
+
+
+@irdl_op_definition
 class SpliceOp(IRDLOperation):
     """Hand vision tokens and their positions to the language model as its next rows."""
 
@@ -213,4 +319,17 @@ class SpliceOp(IRDLOperation):
         require(shape_of(self.tokens)[-2] == shape_of(self.index)[-1], self, "counts differ")
 
 
-Mm: Final = Dialect("mm", [RopeOp, KvAppendOp, AttentionOp, AttentionRowOp, PruneOp, SpliceOp], [])
+Mm: Final = Dialect(
+    "mm",
+    [
+        RopeOp,
+        KvAppendOp,
+        AttentionOp,
+        AttentionRowOp,
+        PruneOp,
+        AttentionScoreOp,
+        PruneTopPOp,
+        SpliceOp,
+    ],
+    [],
+)

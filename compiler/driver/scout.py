@@ -19,7 +19,7 @@ from typing import Final
 from compiler.contract.native import NativePlan
 from compiler.contract.pipeline import Pipeline, parse_pipeline
 from compiler.contract.selftest_process import load_plan
-from compiler.contract.session import SEE, Buffer
+from compiler.contract.session import Buffer, see
 from compiler.driver.cards import Card, read_cards
 from compiler.driver.plan_facts import expert_place
 from compiler.driver.provenance import CALIBRATION
@@ -50,7 +50,7 @@ def scout(
     for card, question in islice(card_order(cards), MAX_QUESTIONS):
         if card != seen:
             plan.kv_length = 0
-            plan.run(SEE, {"image": cards[card].image})
+            see(plan, pipeline, cards[card].image)
             seen, rows = card, plan.kv_length
         plan.kv_length = rows
         reached = frozenset(_experts(plan, pipeline, cards[card], question, layers))

@@ -19,7 +19,15 @@ import numpy as np
 
 from compiler.contract.pipeline import FAMILY_GRAPH, Pipeline, TokenSpec
 from compiler.contract.selftest import SelfTest, SelfTestRun, SelfTestVector, output_digests
-from compiler.contract.session import FORWARD, SEE, STEP, Buffer, PlanRunner, step_inputs
+from compiler.contract.session import (
+    FORWARD,
+    STEP,
+    Buffer,
+    PlanRunner,
+    Runs,
+    see,
+    step_inputs,
+)
 from compiler.driver.cards import Card
 from compiler.driver.plan_facts import expert_place
 from compiler.errors import SelfTestError
@@ -60,27 +68,29 @@ class _Recorder:
 
     runner: TracedRunner
     runs: list[SelfTestRun] = field(default_factory=list)
-    seen: tuple[SelfTestRun, int] | None = None
+    seen: tuple[tuple[SelfTestRun, ...], int] | None = None
 
-    def see(self, image: bytes) -> None:
-        """Run `see`, or truncate the cache to what the same picture left there the last time."""
-        if self.seen is not None and self.seen[0].inputs["image"] == image:
-            run, self.runner.kv_length = self.seen
-            self.runs.append(run)
+    def see(self, pipeline: Pipeline, image: bytes) -> None:
+        """See a picture, or truncate the cache to what the same one left there the last time."""
+        if self.seen is not None and self.seen[0][0].inputs["image"] == image:
+            runs, self.runner.kv_length = self.seen
+            self.runs += runs
             return
         self.runner.kv_length = 0
-        self.run(SEE, {"image": image})
-        self.seen = self.runs[-1], self.runner.kv_length
+        before = len(self.runs)
+        see(self, pipeline, image)
+        self.seen = tuple(self.runs[before:]), self.runner.kv_length
 
     def forget(self) -> None:
         """Empty the cache."""
         self.seen = None
         self.runner.kv_length = 0
 
-    def run(self, program: str, inputs: Mapping[str, bytes]) -> Mapping[str, Buffer]:
+    def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, Buffer]:
         before = self.runner.kv_length
-        outputs = self.runner.run(program, inputs)
-        self.runs.append(SelfTestRun(program, before, inputs, output_digests(outputs)))
+        given = {role: bytes(data) for role, data in inputs.items()}
+        outputs = self.runner.run(program, given)
+        self.runs.append(SelfTestRun(program, before, given, output_digests(outputs)))
         return outputs
 
     def take(self, name: str) -> SelfTestVector:
@@ -180,7 +190,7 @@ def _card_candidate(
     prompt = _words_of(pipeline).prompt(item.prompt, item.words)
 
     def record(recorder: _Recorder) -> None:
-        recorder.see(cards[card].image)
+        recorder.see(pipeline, cards[card].image)
         _record_steps(recorder, pipeline, prompt)
 
     return f"card {card} question {question} ({item.kind})", record
@@ -198,14 +208,6 @@ def _record_steps(recorder: _Recorder, pipeline: Pipeline, prompt: Sequence[int]
     """Feed the prompt, then the answer's first tokens, as a device would."""
     for _ in feed_steps(recorder, pipeline, prompt):
         pass
-
-
-class Runs(Protocol):
-    """Something that runs programs: the recorder, or a plan."""
-
-    def run(self, program: str, inputs: Mapping[str, bytes]) -> Mapping[str, Buffer]:
-        """Run one program."""
-        ...
 
 
 def feed_steps(

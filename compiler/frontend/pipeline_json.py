@@ -19,6 +19,7 @@ from compiler.passes.pipeline_spec import (
     ImageSpec,
     PipelineSpec,
     Port,
+    PruneSpec,
     TokenSpec,
 )
 
@@ -30,6 +31,8 @@ MAX_CONTEXT: Final = 1 << 17
 MAX_IMAGE_SIDE: Final = 4096
 MAX_VOCABULARY: Final = 1 << 20
 DEFAULT_STEP_TOKENS: Final = 64
+MAX_VISUAL_TOKENS: Final = 1 << 16
+LEAST_MASS: Final = 1e-6
 
 
 class _Roles:
@@ -110,6 +113,7 @@ def parse_pipeline(data: bytes) -> PipelineSpec:
         max_step_tokens=top.integer("max_step_tokens", 1, MAX_TOKENS, DEFAULT_STEP_TOKENS),
         image=_image(top.table("image")) if is_vision else None,
         tokens=_tokens(top.table("tokens")) if is_vision else None,
+        prune=_prune(top.table("prune")) if is_vision and "prune" in document else None,
     )
     top.finish()
     return spec
@@ -222,6 +226,41 @@ def _image(reader: _Reader) -> ImageSpec:
     if not image.divide > 0.0:
         raise MalformedModelError(f"{reader.where}: 'divide' must be positive")
     return image
+
+
+def _prune(reader: _Reader) -> PruneSpec | None:
+    mode = _choice(reader, "mode", ("model", "top_p"), "model")
+    if mode == "model":
+        reader.finish()
+        return None
+    prune = PruneSpec(
+        p=reader.number("p"),
+        min_keep=reader.integer("min_keep", 1, MAX_VISUAL_TOKENS, 1),
+        max_keep=reader.integer("max_keep", 1, MAX_VISUAL_TOKENS, MAX_VISUAL_TOKENS),
+        merge=reader.integer("merge", 0, MAX_VISUAL_TOKENS, 0),
+        score=_choice(reader, "score", ("row", "mean"), "row"),
+    )
+    reader.finish()
+    if not LEAST_MASS <= prune.p <= 1.0:
+        raise MalformedModelError(
+            f"{reader.where}: 'p' must be in ({LEAST_MASS}, 1]",
+            hint="p is the share of attention that kept tokens hold; 0.8 is a good start",
+        )
+    if prune.min_keep > prune.max_keep:
+        raise MalformedModelError(
+            f"{reader.where}: 'min_keep' {prune.min_keep} exceeds 'max_keep' {prune.max_keep}",
+            hint="leave 'max_keep' out to keep every token that is needed",
+        )
+    return prune
+
+
+def _choice(reader: _Reader, key: str, choices: tuple[str, ...], default: str) -> str:
+    found = reader.text(key) if key in reader.value else default
+    if found not in choices:
+        raise MalformedModelError(
+            f"{reader.where}: {key!r} is {found!r}", hint=f"one of {', '.join(choices)}"
+        )
+    return found
 
 
 def _tokens(reader: _Reader) -> TokenSpec:

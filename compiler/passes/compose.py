@@ -6,6 +6,10 @@ After:
     func.func @see(image u8) -> (embeds, positions)       vision, splice, decoder for its cache
     func.func @step(token_ids, positions) -> (logits, token, routing)    embed, decoder, argmax
 
+With adaptive pruning vision ends at the pruned tokens and a component `projector` follows it:
+    func.func @see(image u8) -> (tokens, positions, count)      the most rows, count are real
+    func.func @prefill(tokens, positions) -> (embeds)           projector, splice, decoder's cache
+
 Family `graph` has one program, `forward`. In `see` the run-time length of the decoder becomes the
 number of kept tokens, and everything that only leads to logits is dead. In `step` logits and
 routing are those of the last row.
@@ -35,6 +39,7 @@ from compiler.dialects.types import (
     type_shape,
 )
 from compiler.errors import MalformedModelError
+from compiler.passes.adapt_pruning import PROJECTOR
 from compiler.passes.base import NodeNames, PassContext, PassResult
 from compiler.passes.functions import (
     arguments,
@@ -49,6 +54,7 @@ from compiler.passes.pipeline_spec import FAMILY_GRAPH
 from compiler.passes.rewriting import erase_dead
 
 SEE: Final = "see"
+PREFILL: Final = "prefill"
 STEP: Final = "step"
 FORWARD: Final = "forward"
 INTEGERS: Final = {"int32", "int64"}
@@ -71,7 +77,9 @@ class Compose:
         if ctx.spec.family == FAMILY_GRAPH:
             programs = [_forward(module, ctx)]
         else:
-            programs = [_see(module, ctx), _step(module, ctx)]
+            has_projector = any(f.sym_name.data == PROJECTOR for f in components)
+            see = [_look(module, ctx), _prefill(module, ctx)] if has_projector else []
+            programs = [*(see or [_see(module, ctx)]), _step(module, ctx)]
         for component in components:
             module.body.block.erase_op(component)
         module.body.block.add_ops(programs)
@@ -161,11 +169,10 @@ def _with_lengths(
     return mapping
 
 
-def _see(module: ModuleOp, ctx: PassContext) -> FuncOp:
+def _vision(program: _Program, module: ModuleOp, ctx: PassContext) -> dict[str, SSAValue]:
+    """Append vision from the pixels on; return its results by role."""
     image = ctx.spec.image
     assert image is not None
-    program = _Program(SEE, ctx.names)
-    vision, decoder = function(module, "vision"), function(module, "decoder")
     size = image.height * image.width * image.channels
     pixels = program.argument("image", tensor_type("uint8", [1, size]))
     rows = program.add(
@@ -180,13 +187,40 @@ def _see(module: ModuleOp, ctx: PassContext) -> FuncOp:
     planes = program.add(TransposeOp(rows, [1, 0]))
     shape = [Dim(1), Dim(image.channels), Dim(image.height), Dim(image.width)]
     picture = program.add(ReshapeOp(planes, shape))
-    seen = program.inline(vision, {"image": picture}, {})
+    return program.inline(function(module, "vision"), {"image": picture}, {})
+
+
+def _fill_cache(
+    program: _Program, module: ModuleOp, seen: Mapping[str, SSAValue], count: Dim
+) -> SpliceOp:
+    """Append the splice of `count` rows and the decoder, for its cache alone."""
     splice = SpliceOp(seen["embeds"], seen["positions"])
     program.add(splice)
-    count = shape_of(seen["positions"])[-1]
     given = {"embeds": splice.embeds, "positions": splice.positions}
-    program.inline(decoder, given, {"T": count})
+    program.inline(function(module, "decoder"), given, {"T": count})
+    return splice
+
+
+def _see(module: ModuleOp, ctx: PassContext) -> FuncOp:
+    program = _Program(SEE, ctx.names)
+    seen = _vision(program, module, ctx)
+    splice = _fill_cache(program, module, seen, shape_of(seen["positions"])[-1])
     return program.finish([("embeds", splice.embeds), ("positions", splice.positions)])
+
+
+def _look(module: ModuleOp, ctx: PassContext) -> FuncOp:
+    program = _Program(SEE, ctx.names)
+    seen = _vision(program, module, ctx)
+    return program.finish([(role, seen[role]) for role in ("tokens", "positions", "count")])
+
+
+def _prefill(module: ModuleOp, ctx: PassContext) -> FuncOp:
+    program = _Program(PREFILL, ctx.names)
+    projector = function(module, PROJECTOR)
+    given = {role: program.argument(role, type_of(value)) for role, value in arguments(projector)}
+    made = program.inline(projector, given, {})
+    splice = _fill_cache(program, module, made, symbol_dim("T"))
+    return program.finish([("embeds", splice.embeds)])
 
 
 def _step(module: ModuleOp, ctx: PassContext) -> FuncOp:

@@ -15,8 +15,10 @@ from compiler.dialects.dims import Dim
 from compiler.dialects.mm import (
     AttentionOp,
     AttentionRowOp,
+    AttentionScoreOp,
     KvAppendOp,
     PruneOp,
+    PruneTopPOp,
     RopeOp,
     SpliceOp,
 )
@@ -174,6 +176,30 @@ def _prune(op: PruneOp, sel: Selection) -> Values:
     return sel.call(Op.PRUNE, [sel.matrix(op.tokens), sel.matrix(op.score)], [], params, types)
 
 
+def _attention_score(op: AttentionScoreOp, sel: Selection) -> Values:
+    params: dict[str, int | float] = {
+        "heads": op.heads.value.data,
+        "scale": op.scale.value.data,
+        "row": op.row.value.data,
+        "first": op.first.value.data,
+    }
+    operands = [sel.matrix(op.q), sel.matrix(op.k)]
+    return sel.call(Op.ATTENTION_SCORE, operands, [], params, [sel.result_type(op.result)])
+
+
+def _prune_top_p(op: PruneTopPOp, sel: Selection) -> Values:
+    params: dict[str, int | float] = {
+        "p": op.p.value.data,
+        "min_keep": op.min_keep.value.data,
+        "max_keep": op.max_keep.value.data,
+        "merge": op.merge.value.data,
+        "key_offset": op.key_offset.value.data,
+    }
+    operands = [sel.matrix(op.tokens), sel.matrix(op.score), sel.matrix(op.keys)]
+    types = [sel.result_type(op.kept), sel.column_type(op.index), sel.result_type(op.count)]
+    return sel.call(Op.PRUNE_TOP_P, operands, [], params, types)
+
+
 def _conv2d(op: Conv2dOp, sel: Selection) -> Values:
     return sel.call(
         Op.CONV2D,
@@ -314,6 +340,8 @@ ROWS: Final[Mapping[type[Operation], Row]] = MappingProxyType(
         AttentionOp: _attention,
         AttentionRowOp: _attention_row,
         PruneOp: _prune,
+        AttentionScoreOp: _attention_score,
+        PruneTopPOp: _prune_top_p,
         SpliceOp: _splice,
         RouteOp: _route,
         ExpertsOp: _experts,

@@ -10,6 +10,7 @@ from xdsl.utils.exceptions import VerifyException
 
 from compiler.dialects.text import print_module
 from compiler.kernels.program import Module, ProgramError
+from compiler.passes.adapt_pruning import AdaptPruning
 from compiler.passes.base import ImportedPipeline, NodeNames, Pass, PassContext
 from compiler.passes.canonicalise import Canonicalise
 from compiler.passes.compose import Compose
@@ -42,7 +43,13 @@ RAISING: Final[tuple[Pass, ...]] = (
     RaiseElementwise(),
     Canonicalise(),
 )
-COMPOSING: Final[tuple[Pass, ...]] = (Compose(), LastRow(), Canonicalise(), PropagateZeros())
+COMPOSING: Final[tuple[Pass, ...]] = (
+    AdaptPruning(),
+    Compose(),
+    LastRow(),
+    Canonicalise(),
+    PropagateZeros(),
+)
 SELECTING: Final[tuple[Pass, ...]] = (SelectKernels(),)
 
 STAGES: Final[Mapping[str, tuple[Pass, ...]]] = MappingProxyType(

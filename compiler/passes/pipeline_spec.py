@@ -66,12 +66,32 @@ class TokenSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PruneSpec:
+    """Adaptive pruning of visual tokens, in place of the fixed number that the graph states.
+
+    Attributes:
+        p: Share of the attention that kept tokens must hold, in (0, 1].
+        min_keep, max_keep: Bounds of the number of kept tokens; `max_keep` may exceed the tokens.
+        merge: Context tokens that stand for the others, at most.
+        score: Whose attention counts: of the `row` that the graph uses, or the `mean` over all
+            tokens, for which no class token is needed.
+    """
+
+    p: float
+    min_keep: int
+    max_keep: int
+    merge: int
+    score: str
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineSpec:
     """A whole submission.
 
     Attributes:
         max_context: Rows of the key-value cache.
         max_step_tokens: The most token rows of one run (T).
+        prune: Adaptive pruning; None keeps what the graph says.
     """
 
     family: str
@@ -80,6 +100,7 @@ class PipelineSpec:
     max_step_tokens: int
     image: ImageSpec | None = None
     tokens: TokenSpec | None = None
+    prune: PruneSpec | None = None
 
     def component(self, name: str) -> Component:
         """Return the component called `name`."""

@@ -332,6 +332,12 @@ def write_tiny(directory: Path, shape: TinyShape = TinyShape(), **changes: Any) 
     return write_submission(directory, tiny_models(changed), tiny_document(changed))
 
 
+def write_pruned(directory: Path, shape: TinyShape = TinyShape(), **rule: Any) -> Path:
+    """Write the tiny submission with adaptive pruning."""
+    document = tiny_document(shape) | {"prune": {"mode": "top_p", **rule}}
+    return write_submission(directory, tiny_models(shape), document)
+
+
 # --- disguises -----------------------------------------------------------------------------------
 
 

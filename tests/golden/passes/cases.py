@@ -18,7 +18,7 @@ from tests.factories.onnx_blocks import (
     native_moe_block,
     rms_block,
 )
-from tests.factories.onnx_models import TinyShape, write_block, write_tiny
+from tests.factories.onnx_models import TinyShape, write_block, write_pruned, write_tiny
 
 SEPARATOR = "// -----\n"
 HERE = Path(__file__).parent
@@ -41,6 +41,7 @@ TINY_PART: Mapping[str, str] = {
     "raise-attention": "decoder",
     "raise-cache": "decoder",
     "raise-prune": "vision",
+    "adapt-pruning": "vision",
     "raise-conv": "vision",
     "last-row": "step",
 }
@@ -58,6 +59,7 @@ CASES: Mapping[str, Writer] = {
     "raise-prune": lambda d: write_tiny(d, SMALL),
     "raise-conv": lambda d: write_tiny(d, SMALL),
     "raise-elementwise": lambda d: write_block(d, elementwise_block),
+    "adapt-pruning": lambda d: write_pruned(d, SMALL, p=0.7, merge=1),
     "compose": lambda d: write_tiny(d, SMALL),
     "last-row": lambda d: write_tiny(d, SMALL),
     "propagate-zeros": lambda d: write_block(d, elementwise_block),

@@ -1,6 +1,7 @@
 """The pipeline section: words, prompts, limits and ports."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -120,3 +121,43 @@ def test_it_makes_prompts_from_words() -> None:
 def test_it_says_what_is_wrong_with_a_prompt(name, words, message) -> None:
     with pytest.raises(ContractError, match=message):
         TOKENS.prompt(name, words)
+
+
+def _pruned(**see: Port) -> Pipeline:
+    """The pipeline with a picture that keeps 1 to 5 tokens of 4 floats."""
+    outputs = {
+        "tokens": Port(5, 4, "f32", False),
+        "positions": Port(5, 1, "i32", False),
+        "count": Port(1, 1, "i32", False),
+        **see,
+    }
+    prefill = {"tokens": Port(8, 4, "f32", True), "positions": Port(8, 1, "i32", True)}
+    programs = {
+        **PIPELINE.programs,
+        "see": ProgramSpec(PIPELINE.programs["see"].inputs, outputs),
+        "prefill": ProgramSpec(prefill, {"embeds": Port(8, 4, "f32", True)}),
+    }
+    return replace(PIPELINE, programs=programs)
+
+
+PRUNED = _pruned()
+
+
+def test_it_takes_a_prefill_of_the_rows_that_see_counts() -> None:
+    assert parse_pipeline(PRUNED.to_bytes()) == PRUNED
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        (_pruned(count=Port(1, 1, "f32", False)), "needs the 'count'"),
+        (_pruned(count=Port(2, 1, "i32", False)), "needs the 'count'"),
+        (_pruned(tokens=Port(5, 3, "f32", False)), "do not fit"),
+        (_pruned(positions=Port(5, 1, "f32", False)), "do not fit"),
+        (_pruned(tokens=Port(8, 4, "f32", True)), "no rows 'tokens'"),
+        (replace(PRUNED, programs=PRUNED.programs | {"see": PIPELINE.programs["see"]}), "needs"),
+    ],
+)
+def test_it_refuses_a_prefill_that_see_does_not_feed(pipeline: Pipeline, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        parse_pipeline(pipeline.to_bytes())

@@ -1,12 +1,13 @@
 """The greedy loop, over a runner whose answers are easy to foresee."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from compiler.contract.errors import ContractError, LimitExceededError
 from compiler.contract.session import Session, pack_i32, step_inputs
-from tests.unit.compiler.contract.test_pipeline import PIPELINE
+from tests.unit.compiler.contract.test_pipeline import PIPELINE, PRUNED
 
 EOS = 1
 
@@ -104,3 +105,69 @@ def test_it_packs_ids_and_positions() -> None:
         "token_ids": b"\x07\x00\x00\x00",
         "positions": b"\x02\x00\x00\x00",
     }
+
+
+class PruningPlan:
+    """Keeps as many of five tokens as the first pixel says; tokens are their number, four times.
+
+    Every run overwrites what the last one gave, as an arena does.
+    """
+
+    def __init__(self) -> None:
+        self.kv_length = 0
+        self.arena = bytearray(200)
+        self.filled: list[tuple[list[int], list[int]]] = []
+
+    def run(self, program: str, inputs: Mapping[str, bytes]) -> Mapping[str, memoryview]:
+        numbers = {
+            role: list(memoryview(bytes(data)).cast("B")[::4]) for role, data in inputs.items()
+        }
+        self.arena[:] = bytes(200)
+        if program == "prefill":
+            self.filled.append((numbers["tokens"][::4], numbers["positions"]))
+            self.kv_length += len(numbers["positions"])
+            return {}
+        values = [pack_i32(n for n in range(10, 15) for _ in range(4)), pack_i32(range(0, 10, 2))]
+        self.arena[:100] = values[0] + values[1]
+        self.arena[100:104] = pack_i32([bytes(inputs["image"])[0]])
+        view = memoryview(self.arena)
+        return {"tokens": view[:80], "positions": view[80:100], "count": view[100:104]}
+
+
+def _see(kept: int, max_step_tokens: int = 8) -> PruningPlan:
+    plan = PruningPlan()
+    pipeline = replace(PRUNED, max_step_tokens=max_step_tokens)
+    Session(plan, pipeline).see(bytes([kept, 0, 0, 0, 0, 0]))
+    return plan
+
+
+@pytest.mark.parametrize("kept", [1, 3, 5])
+def test_it_prefills_the_rows_that_the_picture_kept(kept: int) -> None:
+    plan = _see(kept)
+    assert plan.filled == [(list(range(10, 10 + kept)), list(range(0, 2 * kept, 2)))]
+    assert plan.kv_length == kept
+
+
+def test_it_prefills_many_rows_in_chunks() -> None:
+    assert _see(5, max_step_tokens=2).filled == [
+        ([10, 11], [0, 2]),
+        ([12, 13], [4, 6]),
+        ([14], [8]),
+    ]
+
+
+def test_another_picture_leaves_another_number_of_rows() -> None:
+    plan = PruningPlan()
+    session = Session(plan, PRUNED)
+    for kept in (5, 2, 4):
+        session.see(bytes([kept, 0, 0, 0, 0, 0]))
+        plan.filled.clear()
+        plan.kv_length = 0
+    session.see(bytes([2, 0, 0, 0, 0, 0]))
+    assert (plan.kv_length, len(plan.filled)) == (2, 1)
+
+
+@pytest.mark.parametrize("kept", [0, 6, 255])
+def test_it_refuses_a_count_that_the_plan_cannot_hold(kept: int) -> None:
+    with pytest.raises(ContractError, match=f"picture of {kept} tokens"):
+        _see(kept)

@@ -6,6 +6,7 @@ import pytest
 
 from compiler.errors import MalformedModelError
 from compiler.frontend.pipeline_json import parse_pipeline, read_pipeline
+from compiler.passes.pipeline_spec import PruneSpec
 from tests.factories.onnx_models import tiny_document
 
 
@@ -32,6 +33,12 @@ def test_it_reads_roles_and_settings() -> None:
     assert (spec.max_context, spec.max_step_tokens, spec.max_positions) == (32, 8, 48)
 
 
+def test_it_reads_how_to_prune() -> None:
+    assert parse_pipeline(changed("prune", {"mode": "model"})).prune is None
+    rule = {"mode": "top_p", "p": 0.8, "max_keep": 6, "merge": 2, "score": "mean"}
+    assert parse_pipeline(changed("prune", rule)).prune == PruneSpec(0.8, 1, 6, 2, "mean")
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -53,6 +60,16 @@ def test_it_reads_roles_and_settings() -> None:
         ("components/decoder/outputs/next_k", None, "no input or output of role 'present_key'"),
         ("components/decoder/inputs/twin", {"role": "embeds"}, "given twice"),
         ("components/decoder/inputs", [], "must be an object"),
+        ("prune", 0.8, "must be an object"),
+        ("prune", {"mode": "entropy"}, "'mode' is 'entropy'"),
+        ("prune", {"mode": "model", "p": 0.8}, "unknown key 'p'"),
+        ("prune", {"mode": "top_p"}, "no 'p'"),
+        ("prune", {"mode": "top_p", "p": 0}, "'p' must be in"),
+        ("prune", {"mode": "top_p", "p": 1.5}, "'p' must be in"),
+        ("prune", {"mode": "top_p", "p": 0.8, "min_keep": 0}, "from 1 to"),
+        ("prune", {"mode": "top_p", "p": 0.8, "min_keep": 9, "max_keep": 8}, "exceeds"),
+        ("prune", {"mode": "top_p", "p": 0.8, "merge": -1}, "from 0 to"),
+        ("prune", {"mode": "top_p", "p": 0.8, "score": "column"}, "'score' is 'column'"),
         ("image/divide", 0, "positive"),
         ("image/channels", 9, "from 1 to 4"),
         ("tokens/vocabulary", ["a", "a"], "distinct"),
