@@ -39,6 +39,12 @@ class MalformedModelError(UserModelError):
     code: ClassVar[str] = "build.user.malformed_model"
 
 
+class LimitError(UserModelError):
+    """The submission needs more than a named limit allows; the hint names the option."""
+
+    code: ClassVar[str] = "build.user.limit"
+
+
 class ToolchainError(CompilerError):
     """The C compiler could not be run, crashed or refused our own code."""
 

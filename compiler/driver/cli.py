@@ -16,6 +16,7 @@ from compiler.contract.errors import ContractError
 from compiler.driver.bundle_files import read_bundle, read_report, write_bundle
 from compiler.driver.compile import compile_model
 from compiler.driver.evaluate import evaluate_bundle
+from compiler.driver.limit_options import add_limit_options, limits_of
 from compiler.driver.native_check import host_features
 from compiler.driver.options import CompileOptions
 from compiler.errors import CompilerError, UserModelError
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--security-epoch", type=int, default=0, help="default: 0")
     build.add_argument("--base", type=Path, help="older bundle whose weight grids are kept")
     build.add_argument("--cache", type=Path, help="directory for stage results")
+    add_limit_options(build)
     commands.add_parser("targets", help="list the targets")
     explain = commands.add_parser("explain", help="say how a bundle was made")
     explain.add_argument("bundle", type=Path, help="directory written by `compile`")
@@ -93,6 +95,7 @@ def _compile(options: argparse.Namespace) -> None:
             base_planes={item.component: item.planes for item in base[0].sections}
             if base
             else None,
+            limits=limits_of(options),
             progress=_show_progress,
         ),
     )

@@ -137,7 +137,13 @@ class _Compilation:
 
         base = self.base, self.options.base_planes
         portable = make_portable(
-            self.directory, self.spec, self.model_files, base, self.cache, self.clock
+            self.directory,
+            self.spec,
+            self.model_files,
+            base,
+            self.options.limits,
+            self.cache,
+            self.clock,
         )
         self.cache.put(PORTABLE, key, portable.to_parts())
         return portable

@@ -5,12 +5,8 @@ only if the word that every reference to external data contains stands in its by
 """
 
 import mmap
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    import onnx
+from typing import Final
 
 KEY: Final = b"location"
 
@@ -25,13 +21,15 @@ def external_files(path: Path) -> frozenset[str]:
     import onnx  # loaded only where it is needed: an unchanged submission must not wait for it
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
+    from compiler.frontend.model_size import all_tensors
+
     try:
         model = onnx.load(path, load_external_data=False)
     except (DecodeError, ValueError, OSError):
         return frozenset()
     return frozenset(
         entry.value
-        for tensor in _tensors(model)
+        for tensor in all_tensors(model)
         if tensor.data_location == onnx.TensorProto.EXTERNAL
         for entry in tensor.external_data
         if entry.key == KEY.decode()
@@ -47,26 +45,3 @@ def _mentions(path: Path) -> bool:
                 return data.find(KEY) >= 0
     except (OSError, ValueError):
         return False
-
-
-def _tensors(model: "onnx.ModelProto") -> Iterator["onnx.TensorProto"]:
-    yield from _graph_tensors(model.graph)
-    for function in model.functions:
-        yield from _node_tensors(function.node)
-
-
-def _graph_tensors(graph: "onnx.GraphProto") -> Iterator["onnx.TensorProto"]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    yield from _node_tensors(graph.node)
-
-
-def _node_tensors(nodes: "Iterable[onnx.NodeProto]") -> Iterator["onnx.TensorProto"]:
-    for node in nodes:
-        for attribute in node.attribute:
-            yield attribute.t
-            yield from attribute.tensors
-            for graph in (attribute.g, *attribute.graphs):
-                if graph.node or graph.initializer:
-                    yield from _graph_tensors(graph)

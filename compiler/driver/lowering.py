@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from compiler.driver.bounds import bounded
 from compiler.driver.stages import StageClock
 from compiler.frontend.importer import import_pipeline
+from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.kernels.program import Module
 from compiler.passes.pipeline import lower_pipeline
 
@@ -23,16 +25,19 @@ class Lowered:
     notes: tuple[str, ...]
 
 
-def lower_submission(directory: Path, clock: StageClock) -> Lowered:
+def lower_submission(
+    directory: Path, clock: StageClock, limits: ImportLimits = DEFAULT_LIMITS
+) -> Lowered:
     """Import a submission and run all passes.
 
     Raises:
         MalformedModelError: A file is missing, broken, or contradicts `pipeline.json`.
         UnsupportedOperatorError: A node has no kernel; operator and node are named.
+        LimitError: It needs more than a limit allows; the limit and its option are named.
     """
-    with clock.stage("import"):
-        imported = import_pipeline(directory)
-    with clock.stage("raise"):
+    with clock.stage("import"), bounded(limits):
+        imported = import_pipeline(directory, limits)
+    with clock.stage("raise"), bounded(limits):
         lowered = lower_pipeline(imported)
     texts = [f"// ==== {stage} ====\n{text}" for stage, text in lowered.ir_text.items()]
     return Lowered(lowered.module, "\n".join(texts), lowered.notes)

@@ -10,6 +10,7 @@ from compiler.contract.planes import Plane
 from compiler.contract.selftest import MIN_VECTORS
 from compiler.driver.cache import DEFAULT_LIMIT_BYTES
 from compiler.errors import CompilerError
+from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 
 STAGES: Final = ("import", "raise", "quantise", "plan", "kernels", "selftest", "manifest")
 Progress = Callable[[str, float], None]
@@ -36,6 +37,7 @@ class CompileOptions:
             the base plan.
         selftest_vectors: The fewest vectors of the self-test, at least 16.
         selftest_timeout_s: How long the native self-test may run.
+        limits: What the submission may cost; more is refused with a `LimitError`.
         progress: Called with a stage of `STAGES` and the share of the whole work done so far.
     """
 
@@ -51,6 +53,7 @@ class CompileOptions:
     base_planes: Mapping[str, tuple[Plane, ...]] | None = None
     selftest_vectors: int = MIN_VECTORS
     selftest_timeout_s: float = 120.0
+    limits: ImportLimits = DEFAULT_LIMITS
     progress: Progress = field(default=no_progress, compare=False)
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from compiler.driver.records import UnkeepableError, from_parts, to_parts
 from compiler.driver.sections import memory_rows, pipeline_section, sqnr_rows
 from compiler.driver.stages import Portable, StageClock
 from compiler.emitters.plan import emit_plan
+from compiler.frontend.limits import ImportLimits
 from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.quant.module import PackedModule, PackedWeight, pack_module, pack_weight
 from compiler.quant.w4 import Floats, Grid, GridReport, PackedW4
@@ -37,6 +38,7 @@ def make_portable(
     spec: PipelineSpec,
     model_files: Mapping[str, str],
     base: tuple[Mapping[str, bytes], Mapping[str, tuple[Plane, ...]] | None],
+    limits: ImportLimits,
     cache: StageCache,
     clock: StageClock,
 ) -> Portable:
@@ -47,6 +49,7 @@ def make_portable(
         spec: Its `pipeline.json`.
         model_files: SHA-256 of every file that the importer reads, by name.
         base: Sections and planes of an older bundle; empty and None without one.
+        limits: What importing it may cost.
         cache: Where `lowered` and `weight` entries are.
         clock: Gets the times.
 
@@ -54,7 +57,7 @@ def make_portable(
         UserModelError: The submission is at fault.
         CompilerError: The base is no bundle, or a pass made an invalid program.
     """
-    lowered = lower_cached(directory, model_files, cache, clock)
+    lowered = lower_cached(directory, model_files, limits, cache, clock)
     packing = _Packing(cache)
     with clock.stage("quantise"):
         old = base_weights(lowered.module, *base)
@@ -92,7 +95,11 @@ def _base_facts(packed: PackedModule, old: Mapping[int, PackedW4]) -> Json:
 
 
 def lower_cached(
-    directory: Path, model_files: Mapping[str, str], cache: StageCache, clock: StageClock
+    directory: Path,
+    model_files: Mapping[str, str],
+    limits: ImportLimits,
+    cache: StageCache,
+    clock: StageClock,
 ) -> Lowered:
     """Return the lowered submission, from the cache if these files were lowered before.
 
@@ -107,7 +114,7 @@ def lower_cached(
         clock.skip("import")
         clock.skip("raise")
         return kept
-    lowered = lower_submission(directory, clock)
+    lowered = lower_submission(directory, clock, limits)
     with clock.stage("raise"):
         try:
             cache.put(LOWERED, key, to_parts(lowered))

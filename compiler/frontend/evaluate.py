@@ -15,12 +15,12 @@ import onnx
 from compiler.dialects.dims import Binding, Dim, fit
 from compiler.dialects.types import is_supported_dtype
 from compiler.errors import MalformedModelError, UnsupportedOperatorError
+from compiler.frontend.fold_rules import ANNOUNCED
+from compiler.frontend.limits import FoldBudget
 from compiler.frontend.onnx_file import DEFAULT_DOMAINS
 from compiler.frontend.onnx_ops import OPERATORS, REQUIRED, OnnxOperator, supported_operators
 from compiler.frontend.shape_rules import widened
 from compiler.frontend.values import Array, Known, Node, Runtime, Value, stand_in
-
-MAX_ELEMENTS = 1 << 28
 
 Family = tuple[Value, ...]
 """One ONNX value under every binding, in the order of the bindings."""
@@ -110,6 +110,7 @@ def evaluate(
     inputs: Mapping[str, Family],
     outputs: Sequence[str],
     bindings: tuple[Binding, ...],
+    budget: FoldBudget | None = None,
 ) -> Evaluation:
     """Evaluate everything that `outputs` depend on.
 
@@ -118,11 +119,14 @@ def evaluate(
         inputs: Graph inputs under every binding.
         outputs: Names of the values that matter.
         bindings: Witnesses of the run-time lengths.
+        budget: What folding may make; by default what `DEFAULT_LIMITS` allows.
 
     Raises:
         UnsupportedOperatorError: A needed node has no row.
+        LimitError: A tensor or the constants are larger than the budget allows.
         MalformedModelError: Shapes contradict each other.
     """
+    budget = FoldBudget() if budget is None else budget
     values: dict[str, Family] = dict(inputs)
     for initializer in graph.initializer:
         values.setdefault(initializer.name, (_constant(initializer),) * len(bindings))
@@ -139,7 +143,7 @@ def evaluate(
                 f"node {node.name} reads {unknown[0]!r}, which is not in pipeline.json",
                 hint="give every graph input a role",
             )
-        results = _evaluate_node(node, row, values, bindings)
+        results = _evaluate_node(node, row, values, len(bindings), budget)
         values.update(zip(node.outputs, results, strict=False))
         nodes.append(node)
     return Evaluation(bindings, values, nodes)
@@ -159,7 +163,7 @@ def _constant(initializer: onnx.TensorProto) -> Known:
     try:
         array = onnx.numpy_helper.to_array(initializer)
         stored = array.astype(widened(array.dtype.name), copy=False)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise MalformedModelError(
             f"initializer {initializer.name!r} cannot be read: {error}"
         ) from error
@@ -172,32 +176,54 @@ def _constant(initializer: onnx.TensorProto) -> Known:
 
 
 def _evaluate_node(
-    node: Node, row: OnnxOperator, values: Mapping[str, Family], bindings: tuple[Binding, ...]
+    node: Node,
+    row: OnnxOperator,
+    values: Mapping[str, Family],
+    count: int,
+    budget: FoldBudget,
 ) -> list[Family]:
     columns: list[list[Value]] = []
     memo: dict[tuple[int, ...], list[Value]] = {}
-    for at in range(len(bindings)):
-        operands = [values[name][at] if name else None for name in node.inputs]
+    families = [values[name] if name else None for name in node.inputs]
+    for at in range(count):
+        operands = [family[at] if family is not None else None for family in families]
         key = tuple(id(operand) for operand in operands)
         if key not in memo:
-            memo[key] = _apply(node, row, operands)
+            memo[key] = _apply(node, row, operands, budget)
         columns.append(memo[key])
     return [tuple(column[i] for column in columns) for i in range(len(columns[0]))]
 
 
-def _apply(node: Node, row: OnnxOperator, operands: list[Value | None]) -> list[Value]:
+def _apply(
+    node: Node, row: OnnxOperator, operands: list[Value | None], budget: FoldBudget
+) -> list[Value]:
     every = all(operand is None or isinstance(operand, Known) for operand in operands)
+    where = f"operator {node.op} (node {node.name})"
     try:
         if row.fold is not None and (every or row.of_shape):
-            return [_stored(array) for array in row.fold(node, operands)]
-        if row.shapes is not None:
-            return list(row.shapes(node, operands))
-        return _by_stand_ins(node, row, operands)
-    except (ValueError, IndexError, TypeError, ZeroDivisionError, OverflowError) as error:
-        raise MalformedModelError(f"operator {node.op} (node {node.name}): {error}") from error
+            _announce(node, row, operands, budget, where)
+            return [_stored(a, operands, budget, where) for a in row.fold(node, operands)]
+        found: Sequence[Value]
+        found = row.shapes(node, operands) if row.shapes else _by_stand_ins(node, row, operands)
+    except (ValueError, IndexError, TypeError, ArithmeticError, KeyError) as error:
+        raise MalformedModelError(f"{where}: {error}") from error
+    for value in found:
+        budget.elements(value.shape, where)
+    return list(found)
 
 
-def _by_stand_ins(node: Node, row: OnnxOperator, operands: list[Value | None]) -> list[Value]:
+def _announce(
+    node: Node, row: OnnxOperator, operands: list[Value | None], budget: FoldBudget, where: str
+) -> None:
+    """Check how large the results of folding will be before they are made."""
+    if row.shapes is not None:
+        for value in row.shapes(node, operands):
+            budget.elements(value.shape, where)
+    elif node.op in ANNOUNCED:
+        budget.elements(ANNOUNCED[node.op](operands), where)
+
+
+def _by_stand_ins(node: Node, row: OnnxOperator, operands: list[Value | None]) -> Sequence[Runtime]:
     if row.fold is None or row.build == "constant":
         raise ValueError("it would have to be computed at run time")
     return [Runtime(a.shape, _result_dtype(a, operands)) for a in row.fold(node, operands)]
@@ -208,10 +234,16 @@ def _result_dtype(array: Array, operands: list[Value | None]) -> str:
     return first.dtype if array.dtype == stand_in(first).dtype else array.dtype.name
 
 
-def _stored(array: Array) -> Known:
-    if array.size > MAX_ELEMENTS:
-        raise ValueError(f"a constant of {array.size} elements, at most {MAX_ELEMENTS}")
+def _stored(array: Array, operands: list[Value | None], budget: FoldBudget, where: str) -> Known:
+    """Return a folded result; what it takes beyond the operands it looks into is counted."""
+    budget.elements(array.shape, where)
+    seen = [o.array.nbytes for o in operands if isinstance(o, Known) and _views(array, o.array)]
+    budget.spend(max(0, array.nbytes - max(seen, default=0)), where)
     return Known(array.astype(widened(array.dtype.name), copy=False))
+
+
+def _views(array: Array, other: Array) -> bool:
+    return array is other or np.may_share_memory(array, other)
 
 
 def _equal(a: Array, b: Array) -> bool:

@@ -4,7 +4,8 @@ A rule takes the node and its operands (elements known) and returns one array pe
 rules also run on stand-ins, which is how result shapes of movement nodes are found.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -123,11 +124,16 @@ def size(_node: Node, values: Values) -> Arrays:
     return [np.array(np.prod(operand(values, 0).shape, dtype=np.int64))]
 
 
+def arange_shape(values: Values) -> tuple[int, ...]:
+    """Return how many numbers a Range has."""
+    start, limit, delta = (required(values, at).reshape(()) for at in range(3))
+    return (max(0, int(np.ceil((limit - start) / delta))),)
+
+
 def arange(_node: Node, values: Values) -> Arrays:
     """Range with known bounds."""
-    start, limit, delta = (required(values, at).reshape(()) for at in range(3))
-    count = max(0, int(np.ceil((limit - start) / delta)))
-    return [(start + np.arange(count) * delta).astype(start.dtype)]
+    start, _, delta = (required(values, at).reshape(()) for at in range(3))
+    return [(start + np.arange(*arange_shape(values)) * delta).astype(start.dtype)]
 
 
 def identity(_node: Node, values: Values) -> Arrays:
@@ -172,8 +178,12 @@ def unsqueeze(_node: Node, values: Values) -> Arrays:
 
 def expand(_node: Node, values: Values) -> Arrays:
     """Two-way broadcast to a shape."""
-    x = data(values)
-    return [np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(integers(values, 1))))]
+    return [np.broadcast_to(data(values), expand_shape(values))]
+
+
+def expand_shape(values: Values) -> tuple[int, ...]:
+    """Return the sizes of an expanded tensor."""
+    return np.broadcast_shapes(operand(values, 0).shape, tuple(integers(values, 1)))
 
 
 def concat(node: Node, values: Values) -> Arrays:
@@ -281,3 +291,13 @@ def dequantize(node: Node, values: Values) -> Arrays:
         around[axis] = -1
         scale, offset = scale.reshape(around), offset.reshape(around)
     return [(x.astype(np.float32) - offset) * scale]
+
+
+ANNOUNCED: Mapping[str, Callable[[Values], tuple[int, ...]]] = MappingProxyType(
+    {
+        "ConstantOfShape": lambda values: tuple(integers(values, 0)),
+        "Expand": expand_shape,
+        "Range": arange_shape,
+    }
+)
+"""What folding would make, for operators without a shape rule that make much of little."""

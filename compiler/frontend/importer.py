@@ -14,6 +14,7 @@ from compiler.errors import MalformedModelError
 from compiler.frontend.build import Argument, FunctionBuilder
 from compiler.frontend.evaluate import Family, bind_shape, evaluate, same_everywhere
 from compiler.frontend.function_bodies import check_function_bodies
+from compiler.frontend.limits import DEFAULT_LIMITS, FoldBudget, ImportLimits
 from compiler.frontend.onnx_file import opset_of, read_model
 from compiler.frontend.pipeline_json import read_pipeline
 from compiler.frontend.signature import constant_value, input_type
@@ -23,11 +24,13 @@ from compiler.passes.pipeline_spec import Component, Port
 SYMBOLS = ("P", "T")
 
 
-def import_pipeline(directory: Path) -> ImportedPipeline:
+def import_pipeline(directory: Path, limits: ImportLimits = DEFAULT_LIMITS) -> ImportedPipeline:
     """Read a submission: `pipeline.json` and the ONNX files it names.
 
     Args:
         directory: Where the files are; nothing outside it is read.
+        limits: What the files may cost; seconds and memory are the business of
+            `compiler.driver.vet`.
 
     Returns:
         One function per component, arguments and results marked with their roles. Renaming values
@@ -36,14 +39,15 @@ def import_pipeline(directory: Path) -> ImportedPipeline:
     Raises:
         MalformedModelError: A file is missing, broken, or contradicts `pipeline.json`.
         UnsupportedOperatorError: A node's operator has no rule; the message names both.
+        LimitError: A file or what folding makes of it is larger than the limits.
     """
     spec = read_pipeline(directory)
     constants, names = ConstantTable(), NodeNames()
     functions, notes = [], []
     for component in spec.components:
-        model = read_model(directory / component.file)
+        model = read_model(directory / component.file, limits)
         check_function_bodies(model, component.file)
-        functions.append(_import_component(component, model, constants, names))
+        functions.append(_import_component(component, model, constants, names, limits))
         notes.append(
             f"{component.name}: {len(model.graph.node)} nodes, opset {opset_of(model)},"
             f" {len(model.graph.initializer)} initializers"
@@ -58,7 +62,11 @@ def import_pipeline(directory: Path) -> ImportedPipeline:
 
 
 def _import_component(
-    component: Component, model: onnx.ModelProto, constants: ConstantTable, names: NodeNames
+    component: Component,
+    model: onnx.ModelProto,
+    constants: ConstantTable,
+    names: NodeNames,
+    limits: ImportLimits,
 ) -> FuncOp:
     graph = model.graph
     initializers = {initializer.name for initializer in graph.initializer}
@@ -81,7 +89,8 @@ def _import_component(
         for port in _in_order(component.outputs, list(declared))
         if _lookup(port, declared, component, "output") and port.role != "unused"
     ]
-    evaluation = evaluate(graph, families, [name for name, _ in outputs], bindings)
+    budget = FoldBudget(limits)
+    evaluation = evaluate(graph, families, [name for name, _ in outputs], bindings, budget)
     builder = FunctionBuilder(component.name, evaluation, constants, names)
     return builder.build(arguments, outputs)
 

@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from compiler.driver import cli
 from compiler.errors import MalformedModelError, SelfTestError, ToolchainError
+from compiler.frontend.limits import ImportLimits
+from tests.factories.onnx_blocks import mlp_block
+from tests.factories.onnx_models import write_block
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -81,3 +85,16 @@ def test_it_asks_for_a_command(capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([])
     assert caught.value.code == 2
+
+
+def test_every_limit_is_an_option(tmp_path, capsys) -> None:
+    write_block(tmp_path / "s", mlp_block)
+    arguments = ["compile", str(tmp_path / "s"), "--target", "x86-64-v3", "--out", str(tmp_path)]
+    assert cli.main([*arguments, "--max-nodes", "2"]) == cli.USER_FAULT
+    printed = capsys.readouterr().err
+    assert "the limit max_nodes is 2" in printed
+    assert "hint: option --max-nodes" in printed
+    with pytest.raises(SystemExit):
+        cli.main(["compile", "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"--{f.name.replace('_', '-')}" in shown for f in fields(ImportLimits))

@@ -1,0 +1,68 @@
+"""Seconds and memory of an import, as hard bounds: the part of `ImportLimits` that is not counted.
+
+`lower_submission` and `compiler.driver.vet` import inside `bounded`. What Python can see ends in a
+`LimitError`; a library that dies or does not return is the business of `compiler.driver.vet`.
+"""
+
+import contextlib
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from compiler.errors import LimitError
+from compiler.frontend.limits import ImportLimits, exceeded
+
+
+@contextlib.contextmanager
+def bounded(limits: ImportLimits) -> Iterator[None]:
+    """Bound wall time and address space of the block; what runs out becomes a named error.
+
+    The bounds are the process's own: the address space is everybody's while the block runs, and the
+    time is only bounded in the main thread, where signals arrive, if nobody else set the alarm.
+
+    Raises:
+        LimitError: Time or memory ran out, or calls nested too deep.
+    """
+    try:
+        with _memory(limits), _alarm(limits):
+            yield
+    except MemoryError as error:
+        raise exceeded("max_memory_bytes", "the import ran out of memory", limits) from error
+    except RecursionError as error:
+        raise exceeded("max_nesting", "the model is nested too deep", limits) from error
+
+
+@contextlib.contextmanager
+def _memory(limits: ImportLimits) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    others = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([limits.max_memory_bytes, *others]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextlib.contextmanager
+def _alarm(limits: ImportLimits) -> Iterator[None]:
+    free = signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    if threading.current_thread() is not threading.main_thread() or not free:
+        yield
+        return
+
+    def ring(_number: int, _frame: FrameType | None) -> None:
+        raise _late(limits)
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, limits.max_seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _late(limits: ImportLimits) -> LimitError:
+    return exceeded("max_seconds", "the import takes too long", limits)
