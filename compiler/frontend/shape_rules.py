@@ -195,8 +195,8 @@ def layer_norm(node: Node, values: Values) -> Shapes:
     axis = axis_of(node.attrs["axis"], len(x.shape))
     inner = tuple(range(axis, len(x.shape)))
     for name, factor in zip(("scale", "bias"), values[1:], strict=False):
-        if factor is not None and factor.shape != x.shape[axis:]:
-            raise ValueError(f"{name} {factor.shape} does not fit {x.shape[axis:]}")
+        if factor is not None and np.broadcast_shapes(factor.shape, x.shape) != x.shape:
+            raise ValueError(f"{name} {factor.shape} does not fit {x.shape}")
     statistics = Runtime(_reduced(x.shape, inner, keep=True), "float32")
     return [Runtime(x.shape, x.dtype), statistics, statistics][: max(1, len(node.outputs))]
 

@@ -89,6 +89,8 @@ def _raise_whole(op: Operation, ctx: PassContext) -> int:
         return 0
     if shape_of(gamma.result) != last or (beta is None) != (op.operand_at(2) is None):
         return 0
+    if beta is not None and shape_of(beta.result) != last:
+        return 0
     kind = "layer" if op.op.data == "LayerNormalization" else "rms"
     eps = attr(op, "epsilon")
     assert isinstance(eps, float)
