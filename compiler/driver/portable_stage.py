@@ -23,7 +23,7 @@ from compiler.driver.records import UnkeepableError, from_parts, to_parts
 from compiler.driver.sections import memory_rows, pipeline_section, sqnr_rows
 from compiler.driver.stages import Portable, StageClock
 from compiler.emitters.plan import emit_plan
-from compiler.frontend.limits import ImportLimits
+from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.quant.module import PackedModule, PackedWeight, pack_module, pack_weight
 from compiler.quant.w4 import Floats, Grid, GridReport, PackedW4
@@ -57,7 +57,7 @@ def make_portable(
         UserModelError: The submission is at fault.
         CompilerError: The base is no bundle, or a pass made an invalid program.
     """
-    lowered = lower_cached(directory, model_files, limits, cache, clock)
+    lowered = lower_cached(directory, model_files, cache, clock, limits)
     packing = _Packing(cache)
     with clock.stage("quantise"):
         old = base_weights(lowered.module, *base)
@@ -97,9 +97,9 @@ def _base_facts(packed: PackedModule, old: Mapping[int, PackedW4]) -> Json:
 def lower_cached(
     directory: Path,
     model_files: Mapping[str, str],
-    limits: ImportLimits,
     cache: StageCache,
     clock: StageClock,
+    limits: ImportLimits = DEFAULT_LIMITS,
 ) -> Lowered:
     """Return the lowered submission, from the cache if these files were lowered before.
 
