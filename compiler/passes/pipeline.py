@@ -22,8 +22,9 @@ from compiler.passes.raise_cache import RaiseCache
 from compiler.passes.raise_conv import RaiseConv
 from compiler.passes.raise_elementwise import RaiseElementwise
 from compiler.passes.raise_linear import RaiseLinear
-from compiler.passes.raise_moe_gather import RaiseMoeGather
+from compiler.passes.raise_moe_experts import RaiseMoeExperts
 from compiler.passes.raise_moe_native import RaiseMoeNative
+from compiler.passes.raise_moe_router import RaiseMoeRouter
 from compiler.passes.raise_norm import RaiseNorm
 from compiler.passes.raise_prune import RaisePrune
 from compiler.passes.raise_rope import RaiseRope
@@ -35,7 +36,8 @@ RAISING: Final[tuple[Pass, ...]] = (
     RaiseLinear(),
     RaiseRope(),
     RaiseMoeNative(),
-    RaiseMoeGather(),
+    RaiseMoeExperts(),
+    RaiseMoeRouter(),
     RaiseAttention(),
     RaiseCache(),
     RaisePrune(),
