@@ -293,6 +293,17 @@ def dequantize(node: Node, values: Values) -> Arrays:
     return [(x.astype(np.float32) - offset) * scale]
 
 
+def one_hot(node: Node, values: Values) -> Arrays:
+    """Two values, the second one where the new axis equals the index."""
+    index, off_on = data(values), stand_in(operand(values, 2))
+    (depth,) = integers(values, 1)
+    axis = axis_of(node.attrs["axis"], index.ndim + 1)
+    places = np.expand_dims(np.where(index < 0, index + depth, index), axis)
+    along = [1] * (index.ndim + 1)
+    along[axis] = depth
+    return [np.where(places == np.arange(depth).reshape(along), off_on[1], off_on[0])]
+
+
 ANNOUNCED: Mapping[str, Callable[[Values], tuple[int, ...]]] = MappingProxyType(
     {
         "ConstantOfShape": lambda values: tuple(integers(values, 0)),

@@ -167,6 +167,7 @@ _ROWS: Final = (
     OnnxOperator("Gemm", s.gemm, None, {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}),
     OnnxOperator("LayerNormalization", s.layer_norm, None, _NORM),
     OnnxOperator("MatMul", s.matmul, f.matmul),
+    OnnxOperator("OneHot", s.one_hot, f.one_hot, {"axis": -1}, frozenset({1})),
     OnnxOperator("RMSNormalization", s.same, None, _NORM),
     OnnxOperator("Range", None, f.arange, {"stash_type": 1}, build="constant"),
     OnnxOperator("ScatterElements", s.same, None, {"axis": 0, "reduction": "none"}),

@@ -177,6 +177,14 @@ def gather(node: Node, values: Values) -> Shapes:
     return [Runtime((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype)]
 
 
+def one_hot(node: Node, values: Values) -> Shapes:
+    """The indices' shape with an axis of `depth` put in."""
+    shape = list(operand(values, 0).shape)
+    (depth,) = integers(values, 1)
+    shape.insert(axis_of(node.attrs["axis"], len(shape) + 1), depth)
+    return [Runtime(tuple(shape), operand(values, 2).dtype)]
+
+
 def gather_nd(node: Node, values: Values) -> Shapes:
     """Slices by tuples of indices."""
     x, index = operand(values, 0), operand(values, 1)
