@@ -202,7 +202,7 @@ _ACTS: Final[Mapping[str, Callable[[Experts, Array], Array]]] = MappingProxyType
         "relu": lambda _, x: np.maximum(x, 0.0),
         "silu": lambda _, x: x * _sigmoid(x),
         "identity": lambda _, x: x,
-        "gelu": lambda _, x: x / 2 * (1 + _erf(x / math.sqrt(2)).astype(np.float64)),
+        "gelu": lambda _, x: x / 2 * (1 + np.asarray(_erf(x / math.sqrt(2)), np.float64)),
         "gelu_tanh": _gelu_tanh,
         "swiglu": _swiglu,
         "swiglu_clipped": _swiglu_clipped,

@@ -280,7 +280,7 @@ def _attributes(b: FunctionBuilder, node: Node) -> dict[str, Attribute]:
     operands = [b.evaluation.values[name][0] if name else None for name in node.inputs]
     rank = len(first.shape)
     if "axis" in values:
-        values["axis"] = axis_of(int(values["axis"]), rank)
+        values["axis"] = axis_of(int(values["axis"]), rank + (node.op == "OneHot"))
     if node.op.startswith("Reduce"):
         values = {"axes": list(reduce_axes(node, operands)), "keepdims": values["keepdims"]}
     if node.op == "TopK":

@@ -203,7 +203,7 @@ def _judged(found: _Slice, constants: ConstantTable) -> Router | None:
         x = sample_rows(count, left[0].weight.shape[1], run, scale)
         logits = x @ left[0].weight.T + (0 if left[0].bias is None else left[0].bias)
         shaped = logits.astype(np.float32).reshape(sizes_at(found.linear.result, binding))
-        feeds = {found.linear.result: shaped}
+        feeds: dict[SSAValue, Array] = {found.linear.result: shaped}
         source = run_source([found.index, found.gate], feeds, constants, binding)
         if source is None:
             return None
@@ -224,7 +224,7 @@ def _same_choice(router: Router, x: Array, index: Array, gate: Array) -> bool:
     mine, theirs = np.argsort(wanted_index[clear]), np.argsort(index[clear])
     ids = [np.take_along_axis(a[clear], b, 1) for a, b in ((wanted_index, mine), (index, theirs))]
     gates = [np.take_along_axis(a[clear], b, 1) for a, b in ((wanted_gate, mine), (gate, theirs))]
-    return bool(np.array_equal(*ids)) and agrees(gates[0], gates[1])
+    return bool(np.array_equal(ids[0], ids[1])) and agrees(gates[0], gates[1])
 
 
 def _emit(found: _Slice, router: Router, ctx: PassContext) -> None:

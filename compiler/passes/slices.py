@@ -6,7 +6,7 @@ constants and movement can be part of a slice: anything else has been raised alr
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -146,18 +146,18 @@ class SliceModel:
         else:
             self._movement(op)
 
-    def _node(self, kind: str, op: Operation, inputs: Sequence[str], **attrs: object) -> None:
+    def _node(self, kind: str, op: Operation, inputs: Sequence[str], **attrs: Any) -> None:
         outputs = [self.names[result] for result in op.results]
         domain, _, name = kind.rpartition("::")
         self.nodes.append(helper.make_node(name, inputs, outputs, domain=domain, **attrs))
 
     def _onnx(self, op: OnnxOp) -> None:
         kind = op.op.data
-        inputs = []
+        inputs: list[str] = []
         for at in range(len(op.slots.get_values())):
             operand = op.operand_at(at)
             inputs.append(self.names[operand] if operand is not None else "")
-        attrs = {
+        attrs: dict[str, Any] = {
             key: plain(value) for key, value in op.attrs.data.items() if key not in _ABSENT_ATTRS
         }
         if kind.startswith("Reduce"):
@@ -168,6 +168,11 @@ class SliceModel:
             k = attrs.pop("k")
             assert isinstance(k, int)
             inputs.append(self._integers([k]))
+        if kind == "OneHot":
+            axis = attrs["axis"]
+            assert isinstance(axis, int)
+            depth = sizes_at(op.outputs[0], self.binding)[axis]
+            inputs.insert(1, self._constant(np.asarray(depth, np.int64)))
         if kind == "Tile":
             before = sizes_at(op.arguments[0], self.binding)
             after = sizes_at(op.outputs[0], self.binding)
