@@ -146,7 +146,13 @@ class SliceModel:
         else:
             self._movement(op)
 
-    def _node(self, kind: str, op: Operation, inputs: Sequence[str], **attrs: Any) -> None:
+    def _node(
+        self,
+        kind: str,
+        op: Operation,
+        inputs: Sequence[str],
+        **attrs: Any,  # noqa: ANN401 - ONNX attributes are of many kinds
+    ) -> None:
         outputs = [self.names[result] for result in op.results]
         domain, _, name = kind.rpartition("::")
         self.nodes.append(helper.make_node(name, inputs, outputs, domain=domain, **attrs))
