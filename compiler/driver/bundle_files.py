@@ -16,6 +16,8 @@ from compiler.driver.options import CompiledBundle
 MANIFEST: Final = "manifest.json"
 SECTIONS: Final = "sections"
 REPORT: Final = "report.json"
+IR: Final = "ir.mlir"
+SOURCE: Final = "kernels.c"
 
 
 def write_bundle(bundle: CompiledBundle, directory: Path) -> None:
@@ -30,7 +32,7 @@ def write_bundle(bundle: CompiledBundle, directory: Path) -> None:
     for component, data in bundle.sections.items():
         write_atomic(directory / SECTIONS / component, data, is_durable=False)
     report = json.dumps(bundle.report, indent=1) + "\n"
-    for name, text in (("ir.mlir", bundle.ir_text), ("kernels.c", bundle.c_source)):
+    for name, text in ((IR, bundle.ir_text), (SOURCE, bundle.c_source)):
         write_atomic(directory / name, text.encode(), is_durable=False)
     write_atomic(directory / REPORT, report.encode(), is_durable=False)
     write_atomic(directory / MANIFEST, bundle.manifest.to_bytes())
@@ -73,3 +75,15 @@ def read_report(directory: Path) -> dict[str, Any]:
     if not isinstance(report, dict):
         raise ContractError(f"the report in {directory} is not an object")
     return report
+
+
+def read_text(directory: Path, name: str) -> str:
+    """Read a text that lies beside the sections: `IR` or `SOURCE`.
+
+    Raises:
+        ContractError: It is missing or no text.
+    """
+    try:
+        return (directory / name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContractError(f"no {name} in {directory}: {error}") from error

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from compiler.driver import cli
+from compiler.driver.commands import compile_submission
+from compiler.driver.commands.base import Console, size_bytes
 from compiler.errors import MalformedModelError, SelfTestError, ToolchainError
 from compiler.frontend.limits import ImportLimits
 from tests.factories.onnx_blocks import mlp_block
@@ -20,7 +22,7 @@ def test_it_lists_every_target(capsys) -> None:
     assert cli.main(["targets"]) == cli.OK
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines][:3] == ["x86-64-v1", "x86-64-v2", "x86-64-v3"]
-    assert all(line.endswith(("runs here", "does not run here")) for line in lines)
+    assert all(line.endswith(("runs here", "emulated here", "does not run here")) for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def test_it_turns_errors_into_lines_and_a_status(
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "compile_model", fail)
+    monkeypatch.setattr(compile_submission, "compile_model", fail)
     arguments = ["compile", str(tmp_path), "--target", "x86-64-v3", "--out", str(tmp_path / "o")]
     assert cli.main(arguments) == status
     printed = capsys.readouterr()
@@ -58,33 +60,91 @@ def test_it_turns_errors_into_lines_and_a_status(
             3,
             "model 'A/B' cannot be released",
         ),
+        (["compile", "{}", "--target", "x86-64-v3", "--out", "{}/file/o"], 2, "file is a file"),
+        (["compile", "{}", "--target", "x86-64-v3"], 2, "compile needs out"),
+        (["compile", "--target", "x86-64-v3", "--out", "{}/o"], 2, "compile needs submission"),
+        (["compile", "--cache-info"], 2, "--cache-info needs --cache"),
         (["explain", "{}"], 1, "no bundle in"),
         (["evaluate", "{}", "{}"], 1, "no bundle in"),
+        (["inspect", "{}"], 1, "no bundle in"),
+        (["diff", "{}", "{}"], 1, "no bundle in"),
+        (["simulate", "{}", "--run", "forward=random"], 1, "pipeline.json"),
     ],
 )
 def test_it_says_what_is_wrong_with_the_arguments(
     capsys, tmp_path, arguments, status, message
 ) -> None:
+    (tmp_path / "file").write_text("")
     assert cli.main([item.format(tmp_path) for item in arguments]) == status
-    error, hint = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: ")
+    lines = capsys.readouterr().err.splitlines()
+    error, hint = [line for line in lines if line.startswith(("error: ", "hint: "))]
     assert message in error
     assert hint.startswith("hint: ")
 
 
-def test_it_explains_itself() -> None:
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_it_explains_every_command_with_an_example(capsys, name) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([name, "--help"])
+    assert caught.value.code == cli.OK
+    shown = capsys.readouterr().out
+    assert f"python -m compiler {name} " in shown.split("example:")[1]
+    assert "exit status" in shown
+    assert "--json" in shown
+
+
+def test_it_lists_the_commands() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "compiler", "--help"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0
-    for word in ("compile", "targets", "explain", "evaluate", "exit status"):
-        assert word in done.stdout
+    for name, (_, summary) in cli.COMMANDS.items():
+        assert name in done.stdout
+        assert summary[:30] in done.stdout
 
 
-def test_it_asks_for_a_command(capsys) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["polish"],
+        ["compile", "s", "--release-seq", "one"],
+        ["compile", "s", "--cache-limit", "many"],
+        ["simulate", "b"],
+        ["simulate", "b", "--run", "see=random", "--mode", "f16"],
+    ],
+)
+def test_it_refuses_a_line_that_it_cannot_read(capsys, arguments) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main([])
-    assert caught.value.code == 2
+        cli.main(arguments)
+    assert caught.value.code == cli.BAD_ARGUMENTS
+    assert "usage: python -m compiler" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("0", 0), ("12", 12), ("3K", 3072), ("500M", 500 * 1024**2), ("2g", 2**31)]
+)
+def test_it_reads_sizes(text, size) -> None:
+    assert size_bytes(text) == size
+
+
+def test_it_draws_a_bar_on_a_terminal(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    console = Console(as_json=False)
+    console.progress("kernels", 0.5)
+    console.clear()
+    shown = capsys.readouterr().err
+    assert "[############............]  50% kernels" in shown
+    assert shown.endswith("\r\x1b[K")
+
+
+def test_it_loads_nothing_of_the_passes_for_a_kept_submission() -> None:
+    code = (
+        "import sys; from compiler.driver.cli import load; load('compile');"
+        "print([n for n in ('numpy', 'onnx', 'xdsl', 'jinja2', 'ziglang') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_every_limit_is_an_option(tmp_path, capsys) -> None:

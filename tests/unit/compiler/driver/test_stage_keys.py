@@ -1,12 +1,10 @@
 """What the keys of the stages depend on: every byte that is read, and nothing else."""
 
 import dataclasses
-import json
 
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from compiler.driver.cache import StageCache
 from compiler.driver.external_data import external_files
@@ -19,6 +17,7 @@ from compiler.driver.verdicts import find_verdict, keep_verdict, verdict_key
 from compiler.frontend.pipeline_json import read_pipeline
 from compiler.hardware.targets import find_target
 from compiler.quant.module import pack_weight
+from tests.factories.submissions import linear_submission
 
 SECTIONS = {"plan": b"p", "kernels": b"k", "weights.shared": b"w", "selftest": b"s"}
 TARGET = find_target("x86-64-v1")
@@ -26,35 +25,7 @@ TARGET = find_target("x86-64-v1")
 
 @pytest.fixture
 def submission(tmp_path):
-    """A linear model whose weights lie in a file beside it."""
-    folder = tmp_path / "submission"
-    folder.mkdir()
-    weight = np.random.default_rng(1).standard_normal((32, 32)).astype(np.float32)
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"], name="project")],
-        "g",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["T", 32])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["T", 32])],
-        [numpy_helper.from_array(weight, "w")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
-    model.ir_version = 10
-    onnx.save(
-        model, folder / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0
-    )
-    component = {
-        "file": "m.onnx",
-        "inputs": {"x": {"role": "tensor"}},
-        "outputs": {"y": {"role": "tensor"}},
-    }
-    document = {
-        "schema": "sparsefleet.pipeline/1",
-        "family": "graph",
-        "max_step_tokens": 8,
-        "components": {"model": component},
-    }
-    (folder / "pipeline.json").write_text(json.dumps(document))
-    return folder
+    return linear_submission(tmp_path / "submission")
 
 
 def test_it_keys_a_submission_by_its_external_data(submission) -> None:

@@ -1,0 +1,1 @@
+"""The commands of `python -m compiler`, one module each, loaded when they are asked for."""

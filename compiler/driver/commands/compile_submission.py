@@ -1,0 +1,121 @@
+"""`compile`: a submission directory to a bundle directory."""
+
+import argparse
+from pathlib import Path
+
+from compiler.contract.canonical import Json
+from compiler.driver.bundle_files import read_bundle, write_bundle
+from compiler.driver.cache import DEFAULT_LIMIT_BYTES, StageCache
+from compiler.driver.commands.base import (
+    Answer,
+    Command,
+    Console,
+    UsageError,
+    require_writable,
+    shown_bytes,
+    size_bytes,
+    table,
+)
+from compiler.driver.compile import compile_model
+from compiler.driver.limit_options import add_limit_options, limits_of
+from compiler.driver.options import CompileOptions
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("submission", type=Path, nargs="?", help="directory with pipeline.json")
+    parser.add_argument("--target", help="see the command `targets`")
+    parser.add_argument("--out", type=Path, help="directory for the bundle")
+    parser.add_argument("--model", default="model", help="name of the model (default: model)")
+    parser.add_argument("--release", default="1", help="name of the version (default: 1)")
+    parser.add_argument("--release-seq", type=int, default=1, help="release number (default: 1)")
+    parser.add_argument("--security-epoch", type=int, default=0, help="default: 0")
+    parser.add_argument("--base", type=Path, help="older bundle whose weight grids are kept")
+    parser.add_argument("--cache", type=Path, help="directory for stage results")
+    parser.add_argument(
+        "--cache-limit",
+        type=size_bytes,
+        default=DEFAULT_LIMIT_BYTES,
+        metavar="SIZE",
+        help="what is kept there at most, e.g. 500M or 2G (default: 2G)",
+    )
+    parser.add_argument(
+        "--cache-info", action="store_true", help="say what the cache holds; compiles nothing"
+    )
+    parser.add_argument(
+        "--recheck",
+        action="store_true",
+        help="run the native self-test even if the same bytes passed it on this machine",
+    )
+    add_limit_options(parser)
+
+
+def _run(options: argparse.Namespace, console: Console) -> Answer:
+    if options.cache_info:
+        return _cache_info(options)
+    for name in ("submission", "target", "out"):
+        if getattr(options, name) is None:
+            raise UsageError(f"compile needs {name}", hint="see: python -m compiler compile --help")
+    require_writable(options.out)
+    base = read_bundle(options.base) if options.base else None
+    bundle = compile_model(
+        options.submission,
+        CompileOptions(
+            target=options.target,
+            model=options.model,
+            version=options.release,
+            release_seq=options.release_seq,
+            security_epoch=options.security_epoch,
+            cache_dir=options.cache,
+            cache_limit_bytes=options.cache_limit,
+            recheck=options.recheck,
+            limits=limits_of(options),
+            base_sections=base[1] if base else None,
+            base_planes={item.component: item.planes for item in base[0].sections}
+            if base
+            else None,
+            progress=console.progress,
+        ),
+    )
+    write_bundle(bundle, options.out)
+    manifest = bundle.manifest
+    document: dict[str, Json] = {
+        "model": manifest.model,
+        "version": manifest.version,
+        "target": manifest.target,
+        "manifest_sha256": manifest.sha256,
+        "sections": len(manifest.sections),
+        "total_bytes": manifest.total_bytes,
+        "verified_on": manifest.verified_on,
+        "stages": bundle.report["stages"],
+        "out": str(options.out),
+    }
+    lines = [
+        f"{manifest.model} {manifest.version} for {manifest.target}: "
+        f"{len(manifest.sections)} sections, {manifest.total_bytes} bytes, "
+        f"verified on {manifest.verified_on}",
+        f"manifest sha256 {manifest.sha256}",
+    ]
+    return Answer(lines, document)
+
+
+def _cache_info(options: argparse.Namespace) -> Answer:
+    if options.cache is None:
+        raise UsageError("--cache-info needs --cache", hint="name the directory of the cache")
+    cache = StageCache(options.cache, options.cache_limit)
+    uses = cache.use_by_stage()
+    total = sum(use.size_bytes for use in uses.values())
+    rows = [(name, use.entries, shown_bytes(use.size_bytes)) for name, use in uses.items()]
+    lines = table(rows, right=frozenset({1, 2}))
+    lines.append(f"{shown_bytes(total)} of {shown_bytes(cache.limit_bytes)} in {options.cache}")
+    stages: dict[str, Json] = {
+        name: {"entries": use.entries, "bytes": use.size_bytes} for name, use in uses.items()
+    }
+    return Answer(lines, {"stages": stages, "bytes": total, "limit_bytes": cache.limit_bytes})
+
+
+COMMAND = Command(
+    description="Compile a submission directory for one target and write the bundle.",
+    example="compile examples/my-model --target x86-64-v3 --out build/my-model --cache build/cache",
+    add_arguments=_arguments,
+    run=_run,
+)

@@ -1,0 +1,230 @@
+"""Every command on a real bundle: what it prints for people and programs, and on bad input."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from compiler.driver import cli
+from tests.factories.submissions import WIDTH, linear_submission
+
+TARGET = "x86-64-v1"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """Two versions of a small model, compiled: `one` and `two`, and their submissions."""
+    root = tmp_path_factory.mktemp("commands")
+    for name, seed, layers in (("one", 1, 1), ("two", 1, 2)):
+        linear_submission(root / f"{name}-submission", seed=seed, layers=layers)
+        compile_it(root, name)
+    return root
+
+
+def compile_it(root: Path, name: str) -> int:
+    return cli.main(
+        [
+            *("compile", str(root / f"{name}-submission"), "--target", TARGET),
+            *("--out", str(root / name), "--cache", str(root / "cache"), "--release", name),
+        ]
+    )
+
+
+def ask(capsys, *arguments: object) -> dict:
+    """Run a command with `--json` and return its document."""
+    capsys.readouterr()
+    assert cli.main([*map(str, arguments), "--json"]) == cli.OK
+    return json.loads(capsys.readouterr().out)
+
+
+def fails(capsys, *arguments: object) -> tuple[int, dict]:
+    """Run a command with `--json` that must fail; return the status and the error."""
+    capsys.readouterr()
+    status = cli.main([*map(str, arguments), "--json"])
+    return status, json.loads(capsys.readouterr().out)["error"]
+
+
+def broken(world: Path, tmp_path: Path, how) -> Path:
+    folder = shutil.copytree(world / "one", tmp_path / "broken")
+    how(folder)
+    return folder
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "flipped bit": lambda folder: flip(folder / "sections" / "weights.shared"),
+    "truncated section": lambda folder: (folder / "sections" / "plan").write_bytes(b"SF"),
+    "missing section": lambda folder: (folder / "sections" / "kernels").unlink(),
+    "truncated manifest": lambda folder: (folder / "manifest.json").write_bytes(b'{"model"'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("command", ["explain", "inspect", "diff", "simulate"])
+def test_it_refuses_a_damaged_bundle(capsys, world, tmp_path, command, damage) -> None:
+    folder = broken(world, tmp_path, DAMAGE[damage])
+    more = {"diff": [world / "two"], "simulate": ["--run", "forward=random"]}.get(command, [])
+    status, error = fails(capsys, command, folder, *more)
+    assert status == cli.USER_FAULT
+    assert error["code"].startswith("contract")
+    assert error["message"]
+
+
+def test_it_compiles_again_from_the_cache_and_says_so(capsys, world) -> None:
+    document = ask(
+        *(capsys, "compile", world / "one-submission", "--target", TARGET, "--release", "one"),
+        *("--out", world / "one", "--cache", world / "cache"),
+    )
+    cached = {row["name"]: row["cached"] for row in document["stages"]}
+    assert all(cached[name] for name in ("import", "raise", "quantise", "plan", "kernels"))
+    assert cached["selftest"]
+    info = ask(capsys, "compile", "--cache", world / "cache", "--cache-info")
+    assert {"lowered", "weight", "portable", "kernels", "vectors"} <= info["stages"].keys()
+    assert info["bytes"] == sum(stage["bytes"] for stage in info["stages"].values())
+
+
+def test_it_keeps_the_cache_below_its_limit(capsys, world, tmp_path) -> None:
+    arguments = ["compile", world / "one-submission", "--target", TARGET, "--out", tmp_path / "o"]
+    ask(capsys, *arguments, "--cache", tmp_path / "cache", "--cache-limit", "40K")
+    info = ask(capsys, "compile", "--cache", tmp_path / "cache", "--cache-info")
+    zig = tmp_path / "cache" / "toolchain" / "zig"
+    foreign = sum(path.stat().st_size for path in zig.rglob("*") if path.is_file())
+    assert info["bytes"] - foreign <= 40 * 1024
+
+
+def test_it_names_the_node_and_the_operator(capsys, world, tmp_path) -> None:
+    submission = linear_submission(tmp_path / "s", op="BitwiseAnd")
+    status, error = fails(
+        capsys, "compile", submission, "--target", TARGET, "--out", tmp_path / "o"
+    )
+    assert status == cli.USER_FAULT
+    assert "BitwiseAnd" in error["message"]
+    assert "project_0" in error["message"]
+    assert error["hint"]
+
+
+def test_it_shows_the_tables_of_a_bundle(capsys, world) -> None:
+    found = ask(
+        *(capsys, "inspect", world / "one", "sections", "plan", "weights", "buffers", "memory"),
+        "selftest",
+    )
+    assert {row["section"] for row in found["sections"]["sections"]} >= {"plan", "kernels"}
+    (call,) = found["plan"]["forward"]
+    assert call["op"] == "LINEAR"
+    assert [row["shape"] for row in found["weights"]] == [f"{WIDTH}x{WIDTH}"]
+    assert {row["alive"] for row in found["buffers"]} == {"forward 0-0", "forward 0-1"}
+    placed = found["memory"]["arena"]
+    assert max(row["offset"] + row["bytes"] for row in placed) <= found["memory"]["arena_bytes"]
+    assert len(found["selftest"]["vectors"]) >= 16
+    assert cli.main(["inspect", str(world / "one"), "plan", "memory"]) == cli.OK
+    text = capsys.readouterr().out
+    assert f"b1[Tx{WIDTH}] = LINEAR(b0" in text
+    assert "|####" in text
+
+
+def test_it_prints_the_ir_of_a_stage(capsys, world) -> None:
+    document = ask(capsys, "inspect", world / "one", "--ir", "raised")
+    assert document["ir"].startswith("builtin.module")
+    assert "sp.linear" in document["ir"]
+    assert "sp.onnx" in ask(capsys, "inspect", world / "one", "--ir", "imported")["ir"]
+    status, error = fails(capsys, "inspect", world / "one", "--ir", "cooked")
+    assert status == cli.BAD_ARGUMENTS
+    assert "raised" in error["hint"]
+    status, error = fails(capsys, "inspect", world / "one", "soup")
+    assert status == cli.BAD_ARGUMENTS
+    assert "memory" in error["hint"]
+
+
+def test_it_compares_two_bundles(capsys, world) -> None:
+    same = ask(capsys, "diff", world / "one", world / "one")
+    assert same["sections"] == same["plan"] == []
+    assert same["manifest"] == {}
+    found = ask(capsys, "diff", world / "one", world / "two")
+    assert found["manifest"] == {"version": ["one", "two"]}
+    changed = {row["section"]: row["change"] for row in found["sections"]}
+    assert changed["plan"] == changed["weights.shared"] == "changed"
+    assert found["plan"][0] == "program forward:"
+    assert sum(line.startswith("  +") for line in found["plan"]) >= 1
+    assert 0 < found["update"]["delta_bytes"] < found["update"]["full_bytes"] * 1.1
+    assert cli.main(["diff", str(world / "one"), str(world / "two")]) == cli.OK
+    assert "predicted delta: " in capsys.readouterr().out
+
+
+def test_it_simulates_a_bundle_and_a_submission_alike(capsys, world, tmp_path) -> None:
+    rows = np.random.default_rng(3).standard_normal((5, WIDTH)).astype(np.float32)
+    np.savez(tmp_path / "in.npz", tensor=rows)
+    outputs = []
+    for model in ("one", "one-submission"):
+        out = tmp_path / f"{model}.npz"
+        document = ask(
+            *(capsys, "simulate", world / model, "--run", f"forward={tmp_path / 'in.npz'}"),
+            *("--compare", "native", "--out", out, "--cache", world / "cache"),
+        )
+        (row,) = document["outputs"]
+        assert row["equal_bits"] is True
+        assert row["shape"] == [5, WIDTH]
+        outputs.append(np.load(out)["0.forward.tensor"])
+    assert outputs[0].tobytes() == outputs[1].tobytes()
+    exact = tmp_path / "exact.npz"
+    arguments = ["simulate", world / "one-submission", "--run", f"forward={tmp_path / 'in.npz'}"]
+    document = ask(capsys, *arguments, "--mode", "f64", "--out", exact, "--compare", "native")
+    found = np.load(exact)["0.forward.tensor"]
+    assert found.dtype == np.float64
+    assert 0 < document["outputs"][0]["relative_error"] < 0.5  # four bits a weight
+
+
+def test_it_reads_inputs_as_json(capsys, world, tmp_path) -> None:
+    (tmp_path / "in.json").write_text(json.dumps({"tensor": [[0.0] * WIDTH] * 2}))
+    document = ask(
+        *(capsys, "simulate", world / "one", "--run", f"forward={tmp_path / 'in.json'}"),
+        *("--run", "forward=random"),
+    )
+    assert [row["shape"] for row in document["outputs"]] == [[2, WIDTH], [1, WIDTH]]
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "message"),
+    [
+        ({"tensor": [[1.0, 2.0]]}, cli.USER_FAULT, f"expected f32 of T x {WIDTH}"),
+        ({"tensor": []}, cli.USER_FAULT, "expected f32"),
+        ({"image": [[1.0] * WIDTH]}, cli.USER_FAULT, "program forward takes ['tensor']"),
+        ({"tensor": [[1.0], [1.0, 2.0]]}, cli.USER_FAULT, "no .npz or .json of arrays"),
+        ({"tensor": [[1.0] * WIDTH] * 9}, cli.USER_FAULT, "9 tokens, at most 8"),
+        ("not json", cli.USER_FAULT, "JSON"),
+        (None, cli.USER_FAULT, "cannot be read"),
+    ],
+)
+def test_it_refuses_inputs_that_do_not_fit(
+    capsys, world, tmp_path, content, status, message
+) -> None:
+    path = tmp_path / "in.json"
+    if content is not None:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    found, error = fails(capsys, "simulate", world / "one", "--run", f"forward={path}")
+    assert found == status
+    assert message in error["message"]
+
+
+def test_it_refuses_runs_of_nothing(capsys, world, tmp_path) -> None:
+    for text in ("backward=random", "forward", "forward="):
+        status, error = fails(capsys, "simulate", world / "one", "--run", text)
+        assert status == cli.BAD_ARGUMENTS
+        assert "forward" in error["hint"]
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 broken")
+    status, _ = fails(
+        capsys, "simulate", world / "one", "--run", f"forward={tmp_path / 'broken.npz'}"
+    )
+    assert status == cli.USER_FAULT
+    (tmp_path / "file").write_text("")
+    status, _ = fails(
+        *(capsys, "simulate", world / "one", "--run", "forward=random"),
+        *("--out", tmp_path / "file" / "o.npz"),
+    )
+    assert status == cli.BAD_ARGUMENTS
