@@ -15,6 +15,7 @@ from compiler.frontend.build import Argument, FunctionBuilder
 from compiler.frontend.evaluate import Family, bind_shape, evaluate, same_everywhere
 from compiler.frontend.function_bodies import check_function_bodies
 from compiler.frontend.limits import DEFAULT_LIMITS, FoldBudget, ImportLimits
+from compiler.frontend.moe_repair import repair_experts
 from compiler.frontend.onnx_file import opset_of, read_model
 from compiler.frontend.pipeline_json import read_pipeline
 from compiler.frontend.signature import constant_value, input_type
@@ -39,14 +40,17 @@ def import_pipeline(directory: Path, limits: ImportLimits = DEFAULT_LIMITS) -> I
     Raises:
         MalformedModelError: A file is missing, broken, or contradicts `pipeline.json`.
         UnsupportedOperatorError: A node's operator has no rule; the message names both.
+        MissingExpertsError: A router chooses among more experts than its file holds.
         LimitError: A file or what folding makes of it is larger than the limits.
     """
     spec = read_pipeline(directory)
     constants, names = ConstantTable(), NodeNames()
-    functions, notes = [], []
+    functions: list[FuncOp] = []
+    notes: list[str] = []
     for component in spec.components:
         model = read_model(directory / component.file, limits)
         check_function_bodies(model, component.file)
+        notes += repair_experts(model, component.file)
         functions.append(_import_component(component, model, constants, names, limits))
         notes.append(
             f"{component.name}: {len(model.graph.node)} nodes, opset {opset_of(model)},"

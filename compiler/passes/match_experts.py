@@ -13,7 +13,7 @@ from xdsl.ir import Operation, SSAValue
 
 from compiler.analysis.constants import Array, ConstantTable
 from compiler.dialects.dims import Dim
-from compiler.dialects.movement import MOVEMENT_OPS, ReshapeOp
+from compiler.dialects.movement import MOVEMENT_OPS, ReshapeOp, TransposeOp
 from compiler.dialects.sp import ConstantOp, OnnxOp
 from compiler.dialects.types import shape_of
 from compiler.passes.match import onnx
@@ -106,16 +106,24 @@ class Stack:
 def stack_of(product: OnnxOp, constants: ConstantTable) -> Stack | None:
     """Return the stack that a product multiplies with, or None."""
     for at in (0, 1):
-        operand = product.arguments[at]
+        operand, turned = _unturned(product.arguments[at])
         gather = onnx(operand, "GatherND") or onnx(operand, "Gather")
         source = operand if gather is None else gather.arguments[0]
         weight = constants.get(source)
         if weight is None or weight.ndim != 3 or len(weight) < 2:
             continue
-        oriented = weight if at == 0 else np.swapaxes(weight, 1, 2)
+        oriented = weight if (at == 0) != turned else np.swapaxes(weight, 1, 2)
         index = None if gather is None else gather.arguments[1]
         return Stack(oriented, index, product.arguments[1 - at])
     return None
+
+
+def _unturned(value: SSAValue) -> tuple[SSAValue, bool]:
+    """Return what a transposition of the last two of three axes turns, and whether there is one."""
+    owner = value.owner
+    if isinstance(owner, TransposeOp) and owner.perm.get_values() == (0, 2, 1):
+        return owner.operands[0], True
+    return value, False
 
 
 def root(value: SSAValue) -> SSAValue:

@@ -16,7 +16,7 @@ from compiler.passes.canonicalise import Canonicalise
 from compiler.passes.compose import Compose
 from compiler.passes.last_row import LastRow
 from compiler.passes.lower import lower
-from compiler.passes.propagate_masks import PropagateMasks
+from compiler.passes.propagate_zeros import PropagateZeros
 from compiler.passes.raise_attention import RaiseAttention
 from compiler.passes.raise_cache import RaiseCache
 from compiler.passes.raise_conv import RaiseConv
@@ -50,7 +50,7 @@ COMPOSING: Final[tuple[Pass, ...]] = (
     Compose(),
     LastRow(),
     Canonicalise(),
-    PropagateMasks(),
+    PropagateZeros(),
 )
 SELECTING: Final[tuple[Pass, ...]] = (SelectKernels(),)
 

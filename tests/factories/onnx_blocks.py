@@ -60,9 +60,14 @@ DynamicPrune <k> (tok, cls) => (out, idx) {
 
 @dataclass
 class GraphBuilder:
-    """Writes nodes one after the other; every method returns value names."""
+    """Writes nodes one after the other; every method returns value names.
+
+    Attributes:
+        prefix: Starts all names; bodies of control flow need names of their own.
+    """
 
     seed: int = 0
+    prefix: str = ""
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     initializers: list[onnx.TensorProto] = field(default_factory=list)
 
@@ -74,8 +79,8 @@ class GraphBuilder:
 
     def ops(self, kind: str, *inputs: str, count: int, domain: str = "", **attrs: Any) -> list[str]:
         at = len(self.nodes)
-        outputs = [f"v{at}_{i}" for i in range(count)]
-        name = f"node_{kind}_{at}"
+        outputs = [f"{self.prefix}v{at}_{i}" for i in range(count)]
+        name = f"{self.prefix}node_{kind}_{at}"
         self.nodes.append(
             helper.make_node(kind, list(inputs), outputs, name=name, domain=domain, **attrs)
         )

@@ -62,7 +62,7 @@ CASES: Mapping[str, Writer] = {
     "adapt-pruning": lambda d: write_pruned(d, SMALL, p=0.7, merge=1),
     "compose": lambda d: write_tiny(d, SMALL),
     "last-row": lambda d: write_tiny(d, SMALL),
-    "propagate-masks": lambda d: write_block(d, elementwise_block),
+    "propagate-zeros": lambda d: write_block(d, elementwise_block),
     "select-kernels": lambda d: write_block(d, moe_block()),
 }
 

@@ -1,0 +1,184 @@
+"""Rewrite mixtures with data-dependent bodies to the gathered form, or say what they lack.
+
+Called by the importer before shapes are evaluated. Three shapes come in: traced loops over the
+experts that a dummy input hit (O3), one body per expert with weights of its own (O4), and `Loop` or
+`If` over experts (O6). What goes out is plain ONNX: matrices gathered by the chosen experts, one
+sum over the choices.
+
+Every rewriting is judged: ONNX Runtime runs the region as it is in the file and as it was written,
+on random rows, choices and gates. A traced loop only runs when exactly as many experts are hit as
+were traced, so the choices hit that many, taking turns until every expert was among them. Where
+they differ, the graph stays as it is and a note says so. Experts that a router can choose but the
+file does not hold cannot be repaired: `MissingExpertsError` names them.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from compiler.errors import UserModelError
+from compiler.frontend.graph_view import GraphView, extract, router_shape, widths
+from compiler.frontend.moe_batch import Batch, BodyError
+from compiler.frontend.moe_regions import Region, find_regions
+from compiler.frontend.onnx_file import opset_of
+from compiler.frontend.values import Array
+from compiler.passes.judge import agrees, run_model, sample_choices, sample_rows
+
+RUNS: Final = 24
+"""The most runs of one judgement; each covers as many experts as were traced."""
+SCALES: Final = (1.0, 6.0)
+_SIGNS: Final = frozenset({"OneHot", "Equal", "Loop", "If"})
+
+
+class MissingExpertsError(UserModelError):
+    """A router chooses among more experts than the file holds; the message lists the others."""
+
+    code: ClassVar[str] = "build.user.missing_experts"
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """T is free; k choices among `experts`, rows of `width`."""
+
+    k: int
+    experts: int
+    width: int
+
+
+def repair_experts(model: onnx.ModelProto, file: str) -> tuple[str, ...]:
+    """Rewrite the mixtures of a model in place; return what a reader should know of it.
+
+    Args:
+        model: Checked model, functions inlined.
+        file: Its name, for messages.
+
+    Raises:
+        MissingExpertsError: Experts are absent that the router can choose.
+    """
+    if not _may_have_one(model.graph):
+        return ()
+    notes = []
+    view = GraphView.of(model.graph)
+    for number, region in enumerate(find_regions(view)):
+        notes.append(_repair(model, view, region, f"moe{number}/", file))
+    return tuple(notes)
+
+
+def _may_have_one(graph: onnx.GraphProto) -> bool:
+    return any(node.op_type in _SIGNS for node in graph.node)
+
+
+def _repair(model: onnx.ModelProto, view: GraphView, region: Region, prefix: str, file: str) -> str:
+    where = f"{file}: experts at {region.result!r}"
+    ids = [body.expert for body in region.bodies]
+    written = [expert for expert in ids if expert is not None]
+    batch = Batch(view, region, prefix, written if len(written) == len(ids) else None)
+    router, k = router_shape(view, region.index), widths(view, region.index)
+    if router is None or k is None:
+        return f"{where} stay as they are: no product makes their router's logits"
+    sizes = _Sizes(k, *router)
+    if batch.experts is not None and not batch.holds_stacks():
+        _need_all(region, file, sizes.experts, set(written))
+    try:
+        batch.write(f"{prefix}result")
+    except BodyError as error:
+        return f"{where} stay as they are: {error}"
+    _need_all(region, file, sizes.experts, set(range(batch.stacked)))
+    if not _judged(model, region, batch, sizes):
+        return f"{where} stay as they are: the gathered form disagrees with the file"
+    _splice(model.graph, region, batch)
+    traced = len(region.bodies)
+    how = "a loop over experts" if traced == 1 else f"{traced} traced expert bodies"
+    return f"{where}: {how} became one layer of {sizes.experts}, judged by ONNX Runtime"
+
+
+def _need_all(region: Region, file: str, experts: int, present: set[int]) -> None:
+    """Refuse a mixture that lacks experts which the router can choose."""
+    if len(present) >= experts:
+        return
+    missing = sorted(set(range(experts)) - present)
+    raise MissingExpertsError(
+        f"{file}: the router of the experts that end in {region.result!r} chooses among {experts},"
+        f" the file holds {len(present)}; missing are {', '.join(map(str, missing))} (counted by"
+        " the columns of the router's weight)",
+        hint="the model was exported by tracing, and only the experts that the dummy input reached"
+        " were written; export with stacked expert weights (`batched_mm`) or with an input that"
+        " reaches all of them",
+    )
+
+
+# --- judge ---------------------------------------------------------------------------------------
+
+
+def _judged(model: onnx.ModelProto, region: Region, batch: Batch, sizes: _Sizes) -> bool:
+    source = extract(
+        model.graph, region.result, _leaves(region), list(model.graph.node)[: region.place + 1]
+    )
+    written = (batch.nodes, batch.initializers)
+    hit = _hit_count(region, sizes)
+    runs = min(RUNS, 2 + 2 * sizes.experts // hit)
+    for run in range(runs):
+        rows = max(4, -(-hit // sizes.k) + 1)
+        x = sample_rows(rows, sizes.width, run, SCALES[run % len(SCALES)])
+        index, gate = _choices(rows, sizes, hit, run)
+        feeds = {region.x: x, region.index: index, region.gate: gate}
+        found = _run(model, source, region.result, feeds)
+        wanted = _run(model, written, f"{batch.prefix}result", feeds)
+        if found is None or wanted is None or not agrees(wanted, found):
+            return False
+    return True
+
+
+def _leaves(region: Region) -> list[str]:
+    return [region.x, region.index, region.gate]
+
+
+def _hit_count(region: Region, sizes: _Sizes) -> int:
+    """Return how many experts must be hit: the traced ones if ids are computed from hits."""
+    computed = all(body.expert is None for body in region.bodies)
+    return len(region.bodies) if computed and len(region.bodies) > 1 else sizes.experts
+
+
+def _choices(rows: int, sizes: _Sizes, hit: int, run: int) -> tuple[Array, Array]:
+    """Return choices that hit exactly `hit` experts, another part of them in every run."""
+    places, gate = sample_choices(rows, sizes.k, hit, run)
+    turned = np.roll(np.arange(sizes.experts), run * hit)[:hit]
+    return np.sort(turned)[places], gate
+
+
+def _run(
+    model: onnx.ModelProto,
+    part: tuple[list[onnx.NodeProto], list[onnx.TensorProto]],
+    output: str,
+    feeds: dict[str, Array],
+) -> Array | None:
+    nodes, initializers = part
+    inputs = [
+        helper.make_tensor_value_info(
+            name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
+        )
+        for name, array in feeds.items()
+    ]
+    result = helper.make_tensor_value_info(output, onnx.TensorProto.FLOAT, None)
+    graph = helper.make_graph(nodes, "part", inputs, [result], initializers)
+    imports = [helper.make_opsetid("", opset_of(model))]
+    piece = helper.make_model(graph, opset_imports=imports, ir_version=min(model.ir_version, 10))
+    found = run_model(piece, feeds)
+    return None if found is None else found[0]
+
+
+def _splice(graph: onnx.GraphProto, region: Region, batch: Batch) -> None:
+    """Put the written nodes where the region's last node stood; the rest falls to dead code."""
+    nodes = list(graph.node)
+    old = onnx.NodeProto()
+    old.CopyFrom(nodes[region.place])
+    for at, name in enumerate(old.output):
+        if name == region.result:
+            old.output[at] = f"{batch.prefix}unused"
+    batch.nodes[-1].output[0] = region.result
+    del graph.node[:]
+    graph.node.extend([*nodes[: region.place], old, *batch.nodes, *nodes[region.place + 1 :]])
+    graph.initializer.extend(batch.initializers)
