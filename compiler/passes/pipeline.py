@@ -16,6 +16,7 @@ from compiler.passes.canonicalise import Canonicalise
 from compiler.passes.compose import Compose
 from compiler.passes.last_row import LastRow
 from compiler.passes.lower import lower
+from compiler.passes.plan_kv import PlanKv
 from compiler.passes.propagate_zeros import PropagateZeros
 from compiler.passes.raise_attention import RaiseAttention
 from compiler.passes.raise_cache import RaiseCache
@@ -52,7 +53,7 @@ COMPOSING: Final[tuple[Pass, ...]] = (
     Canonicalise(),
     PropagateZeros(),
 )
-SELECTING: Final[tuple[Pass, ...]] = (SelectKernels(),)
+SELECTING: Final[tuple[Pass, ...]] = (SelectKernels(), PlanKv())
 
 STAGES: Final[Mapping[str, tuple[Pass, ...]]] = MappingProxyType(
     {"imported": (), "raised": RAISING, "programs": COMPOSING, "kernels": SELECTING}

@@ -18,7 +18,13 @@ from tests.factories.onnx_blocks import (
     native_moe_block,
     rms_block,
 )
-from tests.factories.onnx_models import TinyShape, write_block, write_pruned, write_tiny
+from tests.factories.onnx_models import (
+    TinyShape,
+    write_block,
+    write_pruned,
+    write_tiny,
+    write_windowed,
+)
 
 SEPARATOR = "// -----\n"
 HERE = Path(__file__).parent
@@ -44,6 +50,7 @@ TINY_PART: Mapping[str, str] = {
     "adapt-pruning": "vision",
     "raise-conv": "vision",
     "last-row": "step",
+    "plan-kv": "step",
 }
 """The one function of a large model that a golden file shows."""
 
@@ -64,6 +71,7 @@ CASES: Mapping[str, Writer] = {
     "last-row": lambda d: write_tiny(d, SMALL),
     "propagate-zeros": lambda d: write_block(d, elementwise_block),
     "select-kernels": lambda d: write_block(d, moe_block()),
+    "plan-kv": lambda d: write_windowed(d, SMALL, sink=1, window=8, max_step_tokens=4),
 }
 
 
