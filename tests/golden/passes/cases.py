@@ -50,6 +50,7 @@ TINY_PART: Mapping[str, str] = {
     "adapt-pruning": "vision",
     "raise-conv": "vision",
     "last-row": "step",
+    "fuse-groups": "step",
     "plan-kv": "step",
 }
 """The one function of a large model that a golden file shows."""
@@ -71,6 +72,7 @@ CASES: Mapping[str, Writer] = {
     "last-row": lambda d: write_tiny(d, SMALL),
     "propagate-zeros": lambda d: write_block(d, elementwise_block),
     "select-kernels": lambda d: write_block(d, moe_block()),
+    "fuse-groups": lambda d: write_tiny(d, SMALL),
     "plan-kv": lambda d: write_windowed(d, SMALL, sink=1, window=8, max_step_tokens=4),
 }
 
