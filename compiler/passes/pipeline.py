@@ -18,7 +18,7 @@ from compiler.passes.fuse_groups import FuseGroups
 from compiler.passes.last_row import LastRow
 from compiler.passes.lower import lower
 from compiler.passes.plan_kv import PlanKv
-from compiler.passes.propagate_zeros import PropagateZeros
+from compiler.passes.propagate_masks import PropagateMasks
 from compiler.passes.raise_attention import RaiseAttention
 from compiler.passes.raise_cache import RaiseCache
 from compiler.passes.raise_conv import RaiseConv
@@ -52,7 +52,7 @@ COMPOSING: Final[tuple[Pass, ...]] = (
     Compose(),
     LastRow(),
     Canonicalise(),
-    PropagateZeros(),
+    PropagateMasks(),
 )
 SELECTING: Final[tuple[Pass, ...]] = (SelectKernels(), PlanKv(), FuseGroups())
 

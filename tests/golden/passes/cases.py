@@ -70,7 +70,7 @@ CASES: Mapping[str, Writer] = {
     "adapt-pruning": lambda d: write_pruned(d, SMALL, p=0.7, merge=1),
     "compose": lambda d: write_tiny(d, SMALL),
     "last-row": lambda d: write_tiny(d, SMALL),
-    "propagate-zeros": lambda d: write_block(d, elementwise_block),
+    "propagate-masks": lambda d: write_block(d, elementwise_block),
     "select-kernels": lambda d: write_block(d, moe_block()),
     "fuse-groups": lambda d: write_tiny(d, SMALL),
     "plan-kv": lambda d: write_windowed(d, SMALL, sink=1, window=8, max_step_tokens=4),
