@@ -148,7 +148,7 @@ def see(runner: Runs, pipeline: Pipeline, image: Buffer) -> None:
     Raises:
         ContractError: The plan counts more rows than it has, or none.
     """
-    outputs = runner.run(SEE, {"image": image})
+    outputs = runner.run(SEE, see_inputs(pipeline, image))
     if PREFILL not in pipeline.programs:
         return
     count = int.from_bytes(bytes(outputs[COUNT][:4]), "little", signed=True)
@@ -165,6 +165,15 @@ def _rows(data: Buffer, row_bytes: int) -> list[bytes]:
     """Return copies of the rows: the arena changes with the next run."""
     whole = bytes(data)
     return [whole[at : at + row_bytes] for at in range(0, len(whole), row_bytes)]
+
+
+def see_inputs(pipeline: Pipeline, image: Buffer) -> dict[str, Buffer]:
+    """Return the inputs of program `see`: the picture and, where it asks, its tokens' positions.
+
+    A program that keeps every token of the picture is told where they stand: at the front.
+    """
+    port = pipeline.programs[SEE].inputs.get("positions")
+    return {"image": image, **({"positions": pack_i32(range(port.rows))} if port else {})}
 
 
 def step_inputs(ids: Sequence[int], first_position: int) -> dict[str, bytes]:

@@ -18,7 +18,7 @@ from xdsl.dialects.func import FuncOp, ReturnOp
 from xdsl.ir import Attribute, Block, Operation, Region, SSAValue
 
 from compiler.analysis.constants import ConstantTable
-from compiler.dialects.dims import Dim, fit
+from compiler.dialects.dims import Dim, fit, symbol_dim
 from compiler.dialects.movement import ConcatOp, ExpandOp, ReshapeOp, SliceOp, TransposeOp
 from compiler.dialects.properties import integer, real
 from compiler.dialects.sp import OnnxOp
@@ -26,6 +26,7 @@ from compiler.dialects.types import Tensor, is_supported_dtype, shape_of, tensor
 from compiler.errors import MalformedModelError, UnsupportedOperatorError
 from compiler.frontend import fold_rules
 from compiler.frontend.evaluate import Evaluation
+from compiler.frontend.length_values import POSITIONS, length_role
 from compiler.frontend.onnx_ops import OPERATORS
 from compiler.frontend.shape_rules import conv_geometry, reduce_axes
 from compiler.frontend.values import Known, Node, axis_of
@@ -53,6 +54,7 @@ class FunctionBuilder:
     names: NodeNames
     block: Block = field(default_factory=Block)
     values: dict[str, SSAValue] = field(default_factory=dict)
+    roles: list[str] = field(default_factory=list)
     constant_ops: dict[str, SSAValue] = field(default_factory=dict)
 
     def build(self, arguments: Sequence[Argument], outputs: Sequence[tuple[str, str]]) -> FuncOp:
@@ -65,6 +67,7 @@ class FunctionBuilder:
         for at, argument in enumerate(arguments):
             kind = tensor_type(argument.dtype, argument.shape)
             self.values[argument.name] = self.block.insert_arg(kind, at)
+            self.roles.append(argument.role)
         makers = {name: node for node in self.evaluation.nodes for name in node.outputs if name}
         for name, _ in outputs:
             self._visit(name, makers)
@@ -74,7 +77,7 @@ class FunctionBuilder:
             self.component,
             (list(self.block.arg_types), [result.type for result in results]),
             Region(self.block),
-            arg_attrs=_roles([argument.role for argument in arguments]),
+            arg_attrs=_roles(self.roles),
             res_attrs=_roles([role for _, role in outputs]),
         )
 
@@ -82,7 +85,7 @@ class FunctionBuilder:
         stack = [(name, False)]
         while stack:
             current, expanded = stack.pop()
-            if current in self.values or self.evaluation.is_known(current):
+            if current in self.values or self._is_leaf(current, makers):
                 continue
             node = makers.get(current)
             if node is None:
@@ -94,6 +97,23 @@ class FunctionBuilder:
                 continue
             stack.append((current, True))
             stack.extend((operand, False) for operand in reversed(self._operands(node)))
+
+    def _is_leaf(self, name: str, makers: dict[str, Node]) -> bool:
+        """Return whether `value_of` can make a value without the nodes before it.
+
+        What depends on the lengths is worked out again at run time if its node can be: cosines of
+        positions are known for every binding, and still have to be computed from the positions.
+        """
+        if not self.evaluation.is_known(name):
+            return False
+        if self.evaluation.constant(name) is not None or self.evaluation.uniform(name) is not None:
+            return True
+        node = makers.get(name)
+        computed = node is not None and OPERATORS[node.op].build != "constant"
+        return self._length_role(name) is not None or not computed
+
+    def _length_role(self, name: str) -> str | None:
+        return length_role(self.evaluation.values[name], self.evaluation.bindings)
 
     def _operands(self, node: Node) -> list[str]:
         absorbed = OPERATORS[node.op].absorbed
@@ -115,12 +135,31 @@ class FunctionBuilder:
             self.block.add_op(op)
             self.values[name] = op.result
             return op.result
+        role = self._length_role(name) if array is None else None
+        if role is not None and shape is not None:
+            return self._argument_of(role, name, shape)
         if array is None:
             raise UnsupportedOperatorError(
                 f"{self.component}: {name!r} depends on the run-time length and is used as data",
                 hint="feed positions and masks as inputs with their roles",
             )
         return self._constant(array)
+
+    def _argument_of(self, role: str, name: str, shape: list[Dim]) -> SSAValue:
+        """Return the argument of a role, shaped as `name`; it is added when first read."""
+        if role not in self.roles:
+            dtype = self.evaluation.values[name][0].dtype
+            whole = [Dim(1), symbol_dim("T")] if role == POSITIONS else shape
+            self.block.insert_arg(tensor_type(dtype, whole), len(self.block.args))
+            self.roles.append(role)
+        argument = self.block.args[self.roles.index(role)]
+        if list(shape_of(argument)) == shape:
+            self.values[name] = argument
+            return argument
+        op = ReshapeOp(argument, shape)
+        self.block.add_op(op)
+        self.values[name] = op.result
+        return op.result
 
     def _constant(self, array: np.ndarray) -> SSAValue:
         self._need_element_type(array.dtype.name)

@@ -14,11 +14,13 @@ from compiler.errors import MalformedModelError
 from compiler.frontend.build import Argument, FunctionBuilder
 from compiler.frontend.evaluate import Family, bind_shape, evaluate, same_everywhere
 from compiler.frontend.function_bodies import check_function_bodies
+from compiler.frontend.length_values import attention_mask
 from compiler.frontend.limits import DEFAULT_LIMITS, FoldBudget, ImportLimits
 from compiler.frontend.moe_repair import repair_experts
 from compiler.frontend.onnx_file import opset_of, read_model
 from compiler.frontend.pipeline_json import read_pipeline
-from compiler.frontend.signature import constant_value, input_type
+from compiler.frontend.signature import constant_value, element_type, input_type
+from compiler.frontend.values import Known
 from compiler.passes.base import ImportedPipeline, NodeNames
 from compiler.passes.pipeline_spec import Component, Port
 
@@ -83,6 +85,10 @@ def _import_component(
         if port.role == "constant":
             array = constant_value(port, info, component.name)
             families[port.name] = same_everywhere(array, bindings)
+            continue
+        if port.role == "attention_mask":
+            dtype = element_type(info, f"input {port.name!r} of {component.name}")
+            families[port.name] = tuple(Known(attention_mask(b, dtype)) for b in bindings)
             continue
         dtype, shape = input_type(port, info, component.name)
         arguments.append(Argument(port.name, port.role, dtype, shape))

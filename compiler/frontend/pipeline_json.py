@@ -17,7 +17,6 @@ from compiler.passes.pipeline_spec import (
     FAMILY_VISION,
     Component,
     ImageSpec,
-    KvWindow,
     PipelineSpec,
     Port,
     PruneSpec,
@@ -49,12 +48,10 @@ FAMILIES: Final[Mapping[str, Mapping[str, _Roles]]] = MappingProxyType(
     {
         FAMILY_VISION: MappingProxyType(
             {
-                "vision": _Roles(
-                    "image constant", "embeds positions unused", "image embeds positions"
-                ),
+                "vision": _Roles("image constant", "embeds positions unused", "image embeds"),
                 "embed": _Roles("token_ids", "embeds unused", "token_ids embeds"),
                 "decoder": _Roles(
-                    "embeds positions causal_mask past_key past_value constant",
+                    "embeds positions causal_mask attention_mask past_key past_value constant",
                     "logits present_key present_value routing unused",
                     "embeds logits past_key past_value present_key present_value",
                 ),
@@ -115,7 +112,6 @@ def parse_pipeline(data: bytes) -> PipelineSpec:
         image=_image(top.table("image")) if is_vision else None,
         tokens=_tokens(top.table("tokens")) if is_vision else None,
         prune=_prune(top.table("prune")) if is_vision and "prune" in document else None,
-        kv=_kv(top.table("kv")) if is_vision and "kv" in document else None,
     )
     top.finish()
     return spec
@@ -263,15 +259,6 @@ def _choice(reader: _Reader, key: str, choices: tuple[str, ...], default: str) -
             f"{reader.where}: {key!r} is {found!r}", hint=f"one of {', '.join(choices)}"
         )
     return found
-
-
-def _kv(reader: _Reader) -> KvWindow:
-    window = KvWindow(
-        sink=reader.integer("sink", 0, MAX_CONTEXT, 0),
-        window=reader.integer("window", 1, MAX_CONTEXT),
-    )
-    reader.finish()
-    return window
 
 
 def _tokens(reader: _Reader) -> TokenSpec:

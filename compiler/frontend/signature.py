@@ -68,6 +68,15 @@ def constant_value(port: Port, info: onnx.ValueInfoProto, component: str) -> np.
     return np.full(sizes, port.value, dtype=_dtype(tensor.elem_type, where))
 
 
+def element_type(info: onnx.ValueInfoProto, where: str) -> str:
+    """Return the numpy name of an input's element type, half precision as f32.
+
+    Raises:
+        MalformedModelError: It is unknown.
+    """
+    return _dtype(info.type.tensor_type.elem_type, where)
+
+
 def _dtype(elem_type: int, where: str) -> str:
     try:
         name = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(elem_type)).name

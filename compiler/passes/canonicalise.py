@@ -21,7 +21,7 @@ from xdsl.dialects.func import FuncOp
 from xdsl.ir import Operation, SSAValue
 
 from compiler.analysis.movement import trace, view_source
-from compiler.dialects.movement import MOVEMENT_OPS, ReshapeOp
+from compiler.dialects.movement import MOVEMENT_OPS, ConcatOp, ReshapeOp
 from compiler.dialects.sp import ConstantOp
 from compiler.dialects.types import dtype_of, shape_of
 from compiler.passes.base import PassContext, PassResult
@@ -79,7 +79,11 @@ def _fold_movement(op: Operation, ctx: PassContext) -> int:
 
 
 def _read_by_computation(value: SSAValue) -> bool:
-    return any(not isinstance(use.operation, MOVEMENT_OPS) for use in value.uses)
+    """Return whether a value must exist: a join copies its parts, so it reads them too."""
+    return any(
+        isinstance(use.operation, ConcatOp) or not isinstance(use.operation, MOVEMENT_OPS)
+        for use in value.uses
+    )
 
 
 def _constant_behind(value: SSAValue, ctx: PassContext) -> ConstantOp | None:

@@ -4,6 +4,7 @@ Before:
     func.func @vision(image), @embed(token_ids), @decoder(embeds, positions)
 After:
     func.func @see(image u8) -> (embeds, positions)       vision, splice, decoder for its cache
+    func.func @see(image u8, positions) -> (embeds, positions)      if vision drops no token
     func.func @step(token_ids, positions) -> (logits, token, routing)    embed, decoder, argmax
 
 With adaptive pruning vision ends at the pruned tokens and a component `projector` follows it:
@@ -204,6 +205,9 @@ def _fill_cache(
 def _see(module: ModuleOp, ctx: PassContext) -> FuncOp:
     program = _Program(SEE, ctx.names)
     seen = _vision(program, module, ctx)
+    if "positions" not in seen:  # every token is kept: where they stand is the caller's to say
+        kind = tensor_type("int64", shape_of(seen["embeds"])[:-1])
+        seen["positions"] = program.argument("positions", kind)
     splice = _fill_cache(program, module, seen, shape_of(seen["positions"])[-1])
     return program.finish([("embeds", splice.embeds), ("positions", splice.positions)])
 

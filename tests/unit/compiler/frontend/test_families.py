@@ -1,0 +1,258 @@
+"""Every family compiles from its own directory and answers as ONNX Runtime does on its files."""
+
+import json
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from compiler.errors import MalformedModelError
+from compiler.frontend.families import FamilyOptions, write_family_submission
+from compiler.frontend.family_files import find_family
+from compiler.kernels.program import KvCache, Module
+from compiler.simulator import Simulator
+from tests.factories.families import (
+    LLAVA_PHI,
+    MOBILE_VLM,
+    TEMPLATE,
+    Vlm,
+    past_name,
+    write_ort_genai,
+    write_transformers_js,
+)
+from tests.factories.onnx_runs import lowered, session
+
+Array = np.ndarray
+Write = Callable[[Path], Path]
+OPTIONS = FamilyOptions(max_context=32, max_step_tokens=8)
+
+
+class Original:
+    """The family's own files in ONNX Runtime: splice by image token, one prefill, then decoding."""
+
+    def __init__(self, files: dict[str, list[Path]], shape: Vlm) -> None:
+        self.parts = {name: [session(path) for path in paths] for name, paths in files.items()}
+        self.shape = shape
+        self.cache: dict[str, Array] = {}
+
+    def see(self, pixels: Array) -> Array:
+        scaled = (pixels / 255.0 - TEMPLATE["image_mean"]) / TEMPLATE["image_std"]
+        x = scaled.astype(np.float32).transpose(2, 0, 1)[None]
+        for part in self.parts["vision"]:
+            (x,) = part.run(None, {part.get_inputs()[0].name: x})
+        return x
+
+    def embed(self, ids: Array, features: Array) -> Array:
+        (part,) = self.parts["embed"]
+        feeds = {"input_ids": ids[None]}
+        if len(part.get_inputs()) > 1:
+            count = int((ids == self.shape.image_token).sum())
+            return part.run(None, {**feeds, "image_features": features[0][:count]})[0]
+        (rows,) = part.run(None, feeds)
+        rows[0, ids == self.shape.image_token] = features[0][
+            : (ids == self.shape.image_token).sum()
+        ]
+        return rows
+
+    def decode(self, embeds: Array) -> Array:
+        """Return the logits of the last row."""
+        (part,) = self.parts["decoder"]
+        shape = self.shape
+        names = [past_name(layer, p) for layer in range(shape.layers) for p in ("key", "value")]
+        empty = np.zeros((1, shape.kv_heads, 0, shape.head_dim), np.float32)
+        past = self.cache[names[0]].shape[2] if self.cache else 0
+        rows = embeds.shape[1]
+        feeds = {
+            "inputs_embeds": embeds,
+            "attention_mask": np.ones((1, past + rows), np.int64),
+            "position_ids": np.arange(past, past + rows)[None],
+            "use_cache_branch": np.array([True]),
+            **{name: self.cache.get(name, empty) for name in names},
+        }
+        wanted = {given.name for given in part.get_inputs()}
+        made = part.run(None, {name: value for name, value in feeds.items() if name in wanted})
+        found = dict(zip([output.name for output in part.get_outputs()], made, strict=True))
+        self.cache = {name: found[name.replace("past_key_values", "present")] for name in names}
+        return found["logits"][0, -1]
+
+
+class Ours:
+    """The programs of a submission: text, picture and text go into one cache, in that order."""
+
+    def __init__(self, module: Module, shape: Vlm) -> None:
+        self.runner = Simulator(module, mode="f64")
+        self.shape = shape
+
+    def see(self, pixels: Array) -> None:
+        at, count = self.runner.kv_length, self.shape.image_tokens
+        positions = np.arange(at, at + count)[:, None]
+        self.runner.run_arrays("see", {"image": pixels.reshape(1, -1), "positions": positions})
+
+    def step(self, ids: list[int]) -> Array:
+        at = self.runner.kv_length
+        feeds = {
+            "token_ids": np.array(ids)[:, None],
+            "positions": np.arange(at, at + len(ids))[:, None],
+        }
+        return self.runner.run_arrays("step", feeds)["logits"][0]
+
+
+def compare(module: Module, original: Original, shape: Vlm, before: list[int]) -> float:
+    """Show a picture between two texts, decode three tokens; return the greatest difference."""
+    pixels = np.random.default_rng(3).integers(0, 256, (shape.side, shape.side, 3)).astype(np.uint8)
+    after = [4, 7, 2]
+    ours = Ours(module, shape)
+    if before:
+        ours.step(before)
+    ours.see(pixels)
+    ids = np.array([*before, *[shape.image_token] * shape.image_tokens, *after])
+    features = original.see(pixels)
+    differences, scale = [], 0.0
+    found, wanted = ours.step(after), original.decode(original.embed(ids, features))
+    for token in (5, 9, 3):
+        differences.append(np.abs(found - wanted).max())
+        scale = max(scale, np.abs(wanted).max())
+        found = ours.step([token])
+        wanted = original.decode(original.embed(np.array([token]), features))
+    return float(max(differences) / scale)
+
+
+def transformers_js(folder: Path, shape: Vlm) -> dict[str, list[Path]]:
+    write_transformers_js(folder, shape)
+    return _files(folder / "onnx", ["vision_encoder"], "embed_tokens", "decoder_model_merged")
+
+
+def ort_genai(folder: Path, shape: Vlm) -> dict[str, list[Path]]:
+    write_ort_genai(folder, shape)
+    return _files(folder, ["phi-v"], "phi-e", "phi-t")
+
+
+def _files(folder: Path, vision: list[str], embed: str, decoder: str) -> dict[str, list[Path]]:
+    parts = {"vision": vision, "embed": [embed], "decoder": [decoder]}
+    return {name: [folder / f"{stem}.onnx" for stem in stems] for name, stems in parts.items()}
+
+
+FAMILIES = {
+    "llava-phi": (ort_genai, LLAVA_PHI),
+    "llava-phi-js": (transformers_js, LLAVA_PHI),
+    "mobile-vlm": (transformers_js, MOBILE_VLM),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_it_answers_as_onnx_runtime_does(tmp_path: Path, name: str) -> None:
+    layout, shape = FAMILIES[name]
+    files = layout(tmp_path / "source", shape)
+    spec = write_family_submission(tmp_path / "source", tmp_path / "out", OPTIONS)
+    assert spec.tokens is not None
+    assert spec.tokens.position_base == shape.image_tokens
+    module = lowered(tmp_path / "out").module
+    assert module.kv == KvCache(shape.layers, shape.kv_heads, shape.head_dim, 32)
+    for before in ([], [6, 1]):
+        assert compare(module, Original(files, shape), shape, before) <= 1e-3
+    assert_shared(module, shape)
+
+
+def assert_shared(module: Module, shape: Vlm) -> None:
+    """Picture and text run through the very same weights of the language model."""
+    see, step = (
+        {at for call in program.calls for at in call.weights if at >= 0}
+        for program in module.programs
+    )
+    shared = [module.weights[at] for at in see & step]
+    wide = [w for w in shared if w.array.ndim == 2 and shape.width in w.array.shape]
+    assert len(wide) >= 6 * (shape.layers - 1)
+    digests = [sha256(w.array.tobytes()).hexdigest() for w in module.weights]
+    assert len(digests) - len(set(digests)) <= sum(w.array.size == 1 for w in module.weights)
+
+
+@pytest.mark.parametrize("splice", ["scatter", "where"])
+def test_it_shows_that_the_embedding_model_splices(tmp_path: Path, splice: str) -> None:
+    source = write_ort_genai(tmp_path / "source", LLAVA_PHI, splice)
+    write_family_submission(source, tmp_path / "out", OPTIONS)
+    embed = onnx.load(tmp_path / "out" / "embed.onnx")
+    assert [node.op_type for node in embed.graph.node] == ["Gather"]
+
+
+def test_it_refuses_a_splice_at_another_token(tmp_path: Path) -> None:
+    source = write_ort_genai(tmp_path / "source", LLAVA_PHI)
+    edit(source / "genai_config.json", lambda d: d["model"].update(image_token_id=3))
+    with pytest.raises(MalformedModelError, match="where token 3 stands"):
+        write_family_submission(source, tmp_path / "out", OPTIONS)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+Damage = Callable[[Path], None]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "phi-v.onnx").unlink(), r"model\.vision is in 'phi-v\.onnx'"),
+        (lambda d: (d / "phi-t.onnx.data").unlink(), "external data"),
+        (lambda d: (d / "tokenizer.json").unlink(), r"tokenizer\.json is missing"),
+        (lambda d: (d / "genai_config.json").unlink(), "no multimodal family"),
+        (lambda d: (d / "genai_config.json").write_text("{"), "cannot be read as JSON"),
+        (lambda d: edit(d / "genai_config.json", lambda c: c["model"].pop("vision")), "vision"),
+        (
+            lambda d: edit(
+                d / "genai_config.json", lambda c: c["model"]["vision"].update(filename="../x.onnx")
+            ),
+            "is no file name",
+        ),
+        (
+            lambda d: (
+                edit(d / "genai_config.json", lambda c: c["model"].pop("image_token_id"))
+                or edit(d / "config.json", lambda c: c.pop("image_token_index"))
+            ),
+            "which token stands for the image",
+        ),
+        (
+            lambda d: (
+                edit(d / "genai_config.json", lambda c: c["model"].pop("eos_token_id"))
+                or edit(d / "config.json", lambda c: c.pop("eos_token_id"))
+            ),
+            "eos_token_id",
+        ),
+        (
+            lambda d: edit(d / "preprocessor_config.json", lambda c: c.update(image_std=[0, 1, 1])),
+            "image_mean and image_std",
+        ),
+    ],
+)
+def test_it_says_what_is_missing(tmp_path: Path, damage: Damage, message: str) -> None:
+    source = write_ort_genai(tmp_path / "source", LLAVA_PHI)
+    damage(source)
+    with pytest.raises(MalformedModelError, match=message):
+        write_family_submission(source, tmp_path / "out", OPTIONS)
+
+
+def test_it_takes_the_highest_precision_unless_told(tmp_path: Path) -> None:
+    source = write_transformers_js(tmp_path / "source", MOBILE_VLM)
+    folder = source / "onnx"
+    for stem in ("vision_encoder", "embed_tokens", "decoder_model_merged"):
+        (folder / f"{stem}_q4.onnx").write_bytes((folder / f"{stem}.onnx").read_bytes())
+        (folder / f"{stem}.onnx").rename(folder / f"{stem}_fp16.onnx")
+    assert find_family(source).decoder.name == "decoder_model_merged_fp16.onnx"
+    assert find_family(source, "q4").decoder.name == "decoder_model_merged_q4.onnx"
+    with pytest.raises(MalformedModelError, match="with suffix '_int8'"):
+        find_family(source, "int8")
+
+
+def test_it_refuses_an_input_without_a_meaning(tmp_path: Path) -> None:
+    source = write_transformers_js(tmp_path / "source", MOBILE_VLM)
+    path = source / "onnx" / "decoder_model_merged.onnx"
+    model = onnx.load(path)
+    model.graph.input.append(onnx.helper.make_tensor_value_info("beam", 1, [1]))
+    onnx.save(model, path)
+    with pytest.raises(MalformedModelError, match="'beam' has no meaning"):
+        write_family_submission(source, tmp_path / "out", OPTIONS)
