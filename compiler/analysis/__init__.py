@@ -1,1 +1,1 @@
-"""Facts about IR modules: constants by content, movement of elements, zeros."""
+"""Facts about IR modules: constants by content, movement of elements, masks of zeros, bounds."""

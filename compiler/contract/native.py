@@ -64,6 +64,12 @@ class ContextFullError(NativeError):
     code: ClassVar[str] = "contract.native.context_full"
 
 
+class ContextLostError(NativeError):
+    """The rows to go back to were overwritten by later ones: start again from length 0."""
+
+    code: ClassVar[str] = "contract.native.context_lost"
+
+
 class BadTokenError(NativeError):
     """A token id is not in the vocabulary."""
 
@@ -95,6 +101,7 @@ _ERRORS: Final[Mapping[Status, tuple[type[NativeError], str]]] = MappingProxyTyp
         Status.TOO_SMALL: (NativeError, "the memory given to the runtime is too small"),
         Status.BAD_ARGUMENT: (NativeError, "the runtime refuses an argument"),
         Status.TOO_MANY_TOKENS: (TooManyTokensError, "too many tokens in one run"),
+        Status.CONTEXT_LOST: (ContextLostError, "the context's older rows were overwritten"),
         Status.CONTEXT_FULL: (ContextFullError, "the context is full"),
         Status.BAD_TOKEN: (BadTokenError, "a token id is outside the vocabulary"),
         Status.BAD_POSITION: (BadPositionError, "a position is outside the model's table"),
@@ -381,10 +388,13 @@ class NativePlan:
 
         Raises:
             NativeError: The cache holds fewer rows.
+            ContextLostError: Rows that a window would show again were overwritten.
         """
         if self._library is None or not 0 <= length <= self.kv_length:
             raise NativeError(f"cannot set the cache to {length} rows")
-        self._library.set_kv_length(self._context, length)
+        status = self._library.set_kv_length(self._context, length)
+        if status:
+            raise_status(status, f"cache of {length} rows")
 
     def close(self) -> None:
         """Unload the kernels. Memory goes when the last result view goes."""

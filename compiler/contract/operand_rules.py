@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 from compiler.contract import moe_rules, prune_rules
+from compiler.contract.attention_rules import check_attention
 from compiler.contract.moe_rules import MAX_EXPERTS, MAX_LINEAR_K
 from compiler.contract.operands import (
     KvShape,
@@ -103,8 +104,9 @@ def _check_ports(
 
 def _check_weights(op: Op, rule: "Rule", operands: Operands) -> None:
     given, kinds = operands.weights, rule.weights
+    repeated = kinds[-1:]
     if op is Op.EXPERTS:
-        kinds = moe_rules.expert_kinds(operands.number("biases"))
+        kinds = repeated = moe_rules.expert_kinds(operands.number("biases"))
     required = sum(not kind.endswith("?") for kind in rule.weights)
     limit = len(rule.weights) + rule.more_weights
     need(
@@ -112,7 +114,7 @@ def _check_weights(op: Op, rule: "Rule", operands: Operands) -> None:
         f"{op.name} takes {required} to {limit} weights, not {len(given)}",
     )
     for at, weight in enumerate(given):
-        kind = kinds[at % len(kinds)]
+        kind = kinds[at] if at < len(kinds) else repeated[(at - len(kinds)) % len(repeated)]
         if weight is None:
             need(kind.endswith("?"), f"{op.name} weight {at} must be present")
         else:
@@ -149,6 +151,11 @@ def _linear(c: Operands) -> None:
     residual = c.maybe_source(1)
     if residual is not None:
         same(residual, y, "linear residual")
+    gamma, beta, norm = c.maybe_weight(2), c.maybe_weight(3), c.number("norm")
+    need((norm > 0) == (gamma is not None), "linear takes gamma exactly if it normalises")
+    need(beta is None or norm == NormKind.LAYER + 1, "linear takes beta only for a layer norm")
+    vector(gamma, x.cols, "linear gamma")
+    vector(beta, x.cols, "linear beta")
 
 
 def _norm(c: Operands) -> None:
@@ -167,31 +174,6 @@ def _rope(c: Operands) -> None:
     need(positions.cols == 1 and head_dim % 2 == 0, "ROPE: one position per row, even head size")
     cos, sin = c.weight(0), c.weight(1)
     need(cos == sin and cos.cols == head_dim // 2, f"ROPE tables must both be (P, {head_dim // 2})")
-
-
-def _attention(c: Operands) -> None:
-    q, k, v = c.source(0), c.source(1), c.source(2)
-    same(q, c.result(0), "ATTENTION result")
-    same_rows(q, k, "ATTENTION keys")
-    same(k, v, "ATTENTION values")
-    heads = c.number("heads")
-    kv_heads = c.number("kv_heads") or heads
-    need(heads % kv_heads == 0, f"ATTENTION: {heads} heads do not share {kv_heads}")
-    head_dim = head_size(q, heads, "ATTENTION")
-    need(
-        k.cols == kv_heads * head_dim,
-        f"ATTENTION keys need {kv_heads * head_dim} columns, not {k.cols}",
-    )
-    layer = c.number("kv_layer")
-    if layer < 0:
-        return
-    if c.kv is None:
-        raise OperandError("ATTENTION uses a cache, the plan has none")
-    need(layer < c.kv.layers, f"ATTENTION cache layer {layer} of {c.kv.layers}")
-    need(
-        (c.kv.heads, c.kv.head_dim) == (kv_heads, head_dim),
-        "ATTENTION heads differ from the cache's",
-    )
 
 
 def _conv2d(c: Operands) -> None:
@@ -290,6 +272,18 @@ def _cols_slice(c: Operands) -> None:
     need(start + count <= x.cols, f"COLS_SLICE [{start}, {start + count}) of {x.cols} columns")
 
 
+def _moe_layer(c: Operands) -> None:
+    x, y, index, gate = c.source(0), c.result(0), c.result(1), c.result(2)
+    inner = (
+        (Op.NORM, (x,), (x,), c.weights[:2], ("kind", "eps")),
+        (Op.ROUTE, (x,), (index, gate), c.weights[2:4], ("k", "order")),
+        (Op.EXPERTS, (x, index, gate), (y,), c.weights[4:], ("act",)),
+    )
+    for op, inputs, outputs, weights, names in inner:
+        params = complete_params(op, {name: c.params[name] for name in names})
+        check_call(op, Operands(inputs, outputs, weights, params))
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Operand types of one operation ("?" = may be absent) and the check of their shapes."""
@@ -311,12 +305,14 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
     {
         Op.IMAGE_U8: Rule(("u8",), ("f32",), _image_u8),
         Op.EMBED: Rule(("i32",), ("f32",), _embed, ("f32",)),
-        Op.LINEAR: Rule(("f32", "f32?"), ("f32",), _linear, ("w4", "f32?")),
-        Op.LINEAR_F32: Rule(("f32", "f32?"), ("f32",), _linear, ("f32", "f32?")),
+        Op.LINEAR: Rule(("f32", "f32?"), ("f32",), _linear, ("w4", "f32?"), more_weights=2),
+        Op.LINEAR_F32: Rule(("f32", "f32?"), ("f32",), _linear, ("f32", "f32?"), more_weights=2),
         Op.NORM: Rule(("f32",), ("f32",), _norm, ("f32", "f32?")),
         Op.ROPE: Rule(("f32", "i32"), ("f32",), _rope, ("f32", "f32")),
-        Op.ATTENTION: Rule(("f32", "f32", "f32"), ("f32",), _attention),
-        Op.ATTENTION_ROW: Rule(("f32", "f32"), ("f32",), prune_rules.attention_row),
+        Op.ATTENTION: Rule(
+            ("f32", "f32?", "f32?", "i32?"), ("f32?",), check_attention, ("f32?", "f32?")
+        ),
+        Op.ATTENTION_ROW: Rule(("f32", "f32?"), ("f32",), prune_rules.attention_row),
         Op.PRUNE: Rule(("f32", "f32"), ("f32", "i32"), prune_rules.prune),
         Op.CONV2D: Rule(("f32",), ("f32",), _conv2d, ("f32", "f32?")),
         Op.ROWS_CONCAT: Rule(("any?", "any?"), ("any",), _rows_concat, ("f32?",)),
@@ -342,6 +338,13 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
         Op.ATTENTION_SCORE: Rule(("f32", "f32"), ("f32",), prune_rules.attention_score),
         Op.PRUNE_TOP_P: Rule(
             ("f32", "f32", "f32?"), ("f32", "i32", "i32"), prune_rules.prune_top_p
+        ),
+        Op.MOE_LAYER: Rule(
+            ("f32",),
+            ("f32", "i32", "f32"),
+            _moe_layer,
+            ("f32", "f32?", "f32", "f32?", "w4", "w4"),
+            more_weights=2 * MAX_EXPERTS - 2,
         ),
     }
 )

@@ -21,10 +21,12 @@ class Op(IntEnum):
     EMBED = 2
     """ids i32 (R, 1); weight f32 (V, D) -> f32 (R, D). An id outside [0, V) is a run-time error."""
     LINEAR = 3
-    """x (R, K), [residual (R, N)]; weight w4 (N, K), [bias f32 (N)] -> (R, N).
-    `y = residual + act(float(acc) * (r * xscale) + bias)`; K <= 8192."""
+    """x (R, K), [residual (R, N)]; weight w4 (N, K), [bias f32 (N)],
+    [gamma f32 (K), [beta f32 (K)]] -> (R, N).
+    `y = residual + act(float(acc) * (r * xscale) + bias)`; K <= 8192.
+    norm 0: of x; otherwise of NORM of x with gamma, beta and eps, kind = norm - 1."""
     LINEAR_F32 = 4
-    """x (R, K), [residual (R, N)]; weight f32 (N, K), [bias f32 (N)] -> (R, N). Small matrices."""
+    """As LINEAR with weight f32 (N, K). Small matrices."""
     NORM = 5
     """x (R, D); gamma f32 (D), [beta f32 (D)] -> (R, D). kind = NormKind."""
     ROPE = 6
@@ -32,11 +34,18 @@ class Op(IntEnum):
     Halves a, b of each head: `a*cos - b*sin`, `b*cos + a*sin`.
     A position outside [0, P) is a run-time error."""
     ATTENTION = 7
-    """q (R, H*hd), k (R, G*hd), v (R, G*hd) -> (R, H*hd): softmax of `dot(q, k) * scale` over keys.
+    """q (R, H*hd), k (R, G*hd), v (R, G*hd), [positions i32 (R, 1)]; [cos, sin f32 (P, hd/2)] ->
+    (R, H*hd): softmax of `dot(q, k) * scale` over keys.
     heads = H, kv_heads = G (0 = H), H % G == 0. kv_layer -1: over these rows only. Otherwise k and
-    v are appended to that cache layer first, and row i sees the past and rows 0..i."""
+    v are appended to that cache layer first, and row i sees the past and rows 0..i.
+    q, k and v lie side by side in inputs 0 to 2: an operand may hold the next parts as further
+    columns, and the inputs left over are -1. With positions, q and k are rotated as by ROPE first.
+    window > 0: row i sees only rows j < sink and j > i - window; the cache then keeps row j in slot
+    j, or beyond its capacity C in slot sink + (j - sink) % (C - sink).
+    append_only 1: there is no q and no result; rows are only appended."""
     ATTENTION_ROW = 8
-    """q (R, H*hd), k (R, H*hd) -> (R, 1): mean over heads of `softmax(dot(q[row], k) * scale)`."""
+    """q (R, H*hd), k (R, H*hd) -> (R, 1): mean over heads of `softmax(dot(q[row], k) * scale)`.
+    cols > 0: q is the first `cols` columns of input 0; without input 1, k is the next `cols`."""
     PRUNE = 9
     """tokens (R, D), score (S, 1) -> kept (k, D), index i32 (k, 1). S >= R + score_offset.
     The k tokens of highest `score[token + score_offset]`, in ascending token order; ties go to the
@@ -97,6 +106,10 @@ class Op(IntEnum):
     length, ties to the lower token), and a context token is the mean of its tokens weighted by
     score. S >= R + key_offset. Rows stand in ascending token order; those from count on are zero.
     A sum of scores that is negative, infinite or NaN is a run-time error."""
+    MOE_LAYER = 27
+    """x (R, D); gamma f32 (D), [beta f32 (D)], router f32 (E, D), [bias f32 (E)], w_in, w_out w4
+    per expert -> y (R, D), index i32 (R, k), gate f32 (R, k): h = NORM(x), index, gate = ROUTE(h),
+    y = EXPERTS(h, index, gate), plus x if residual."""
 
 
 class Act(IntEnum):
@@ -202,8 +215,8 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
     {
         Op.IMAGE_U8: (_f("divide", 1e-30), _f("subtract")),
         Op.EMBED: (),
-        Op.LINEAR: (_act(),),
-        Op.LINEAR_F32: (_act(),),
+        Op.LINEAR: (_act(), Param("norm", 0, max(NormKind) + 1, 0), _f("eps", 0.0, 0.0)),
+        Op.LINEAR_F32: (_act(), Param("norm", 0, max(NormKind) + 1, 0), _f("eps", 0.0, 0.0)),
         Op.NORM: (Param("kind", 0, max(NormKind)), _f("eps", 0.0)),
         Op.ROPE: (Param("heads", 1, MAX_DIM),),
         Op.ATTENTION: (
@@ -212,8 +225,16 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
             Param("causal", 0, 1, 0),
             Param("kv_layer", -1, MAX_DIM, -1),
             Param("kv_heads", 0, MAX_DIM, 0),
+            Param("window", 0, MAX_DIM, 0),
+            Param("sink", 0, MAX_DIM, 0),
+            Param("append_only", 0, 1, 0),
         ),
-        Op.ATTENTION_ROW: (Param("heads", 1, MAX_DIM), _f("scale"), Param("row", 0, MAX_DIM)),
+        Op.ATTENTION_ROW: (
+            Param("heads", 1, MAX_DIM),
+            _f("scale"),
+            Param("row", 0, MAX_DIM),
+            Param("cols", 0, MAX_DIM, 0),
+        ),
         Op.PRUNE: (Param("k", 1, MAX_DIM), Param("score_offset", 0, MAX_DIM, 0)),
         Op.CONV2D: (
             Param("kh", 1, 64),
@@ -264,6 +285,14 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
             Param("max_keep", 1, MAX_DIM),
             Param("merge", 0, MAX_DIM, 0),
             Param("key_offset", 0, MAX_DIM, 0),
+        ),
+        Op.MOE_LAYER: (
+            Param("k", 1, 64),
+            Param("order", 0, max(RouteOrder)),
+            Param("act", 0, max(ExpertAct)),
+            Param("kind", 0, max(NormKind)),
+            _f("eps", 0.0),
+            Param("residual", 0, 1, 0),
         ),
     }
 )

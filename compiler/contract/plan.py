@@ -193,6 +193,13 @@ def _parse(data: bytes) -> Plan:
     )
     for program in programs:
         _check_program(plan, program)
+    windows = {
+        (call.params["window"], call.params["sink"])
+        for program in programs
+        for call in program.calls
+        if call.op is Op.ATTENTION and call.params["kv_layer"] >= 0
+    }
+    _need(len(windows) <= 1, "attentions over one cache see different windows")
     return plan
 
 
@@ -342,7 +349,7 @@ def _check_program(plan: Plan, program: PlanProgram) -> None:
         if call.op is Op.ATTENTION and operands.number("kv_layer") >= 0:
             layer = operands.number("kv_layer")
             _need(layer not in appended, f"cache layer {layer} is appended to twice")
-            appended[layer] = operands.source(1)
+            appended[layer] = operands.source(0)
     rows = {(shape.rows, shape.dynamic) for shape in appended.values()}
     _need(len(rows) <= 1, "cache layers receive different numbers of rows")
     _check_lifetimes(plan, program)

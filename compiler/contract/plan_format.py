@@ -77,6 +77,7 @@ class Status(IntEnum):
     BAD_POSITION = 8
     BAD_INDEX = 9
     NOT_FINITE = 10
+    CONTEXT_LOST = 11
 
 
 @dataclass(frozen=True, slots=True)

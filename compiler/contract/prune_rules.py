@@ -1,14 +1,19 @@
 """Which operands fit the operations that choose visual tokens; rows of `operand_rules.RULES`."""
 
-from compiler.contract.operands import Operands, fixed, head_size, need, same
+from compiler.contract.operands import Operands, Shape, fixed, head_size, need, same, same_rows
 
 
 def attention_row(c: Operands) -> None:
     """One fixed row of queries against all keys."""
-    q, k, y = c.source(0), c.source(1), c.result(0)
-    same(q, k, "ATTENTION_ROW")
-    head_size(q, c.number("heads"), "ATTENTION_ROW")
-    fixed(y, k.rows, 1, "ATTENTION_ROW result")
+    q, k, y, cols = c.source(0), c.maybe_source(1), c.result(0), c.number("cols")
+    if cols == 0:
+        same(q, c.source(1), "ATTENTION_ROW")
+    else:
+        enough = q.cols >= cols * (1 if k else 2) and (k is None or k.cols >= cols)
+        need(enough, f"ATTENTION_ROW: {cols} columns of queries and keys are beyond its operands")
+        same_rows(q, k or q, "ATTENTION_ROW")
+    head_size(Shape(1, cols or q.cols, "f32"), c.number("heads"), "ATTENTION_ROW")
+    fixed(y, q.rows, 1, "ATTENTION_ROW result")
     need(not q.dynamic and c.number("row") < q.rows, "ATTENTION_ROW needs a fixed row inside q")
 
 

@@ -69,6 +69,14 @@ class CallOp(IRDLOperation):
             result_types=[list(results)],
         )
 
+    def argument(self, at: int) -> SSAValue | None:
+        """Return the operand at a position of the catalogue entry, or None."""
+        return _at_slot(self.slots.get_values(), self.arguments, at)
+
+    def weight(self, at: int) -> SSAValue | None:
+        """Return the constant at a position of the catalogue entry, or None."""
+        return _at_slot(self.weight_slots.get_values(), self.weights, at)
+
     def parameters(self) -> dict[str, int | float]:
         """Return the parameters as plain numbers."""
         values: dict[str, int | float] = {}
@@ -84,6 +92,10 @@ class CallOp(IRDLOperation):
         for slots, given in ((self.slots, self.arguments), (self.weight_slots, self.weights)):
             used = [s for s in slots.get_values() if s >= 0]
             require(used == list(range(len(given))), self, "slots do not match the operands")
+
+
+def _at_slot(slots: Sequence[float], given: Sequence[SSAValue], at: int) -> SSAValue | None:
+    return given[int(slots[at])] if at < len(slots) and slots[at] >= 0 else None
 
 
 def _slots(operands: Sequence[SSAValue | None]) -> list[int]:

@@ -19,6 +19,7 @@ from xdsl.irdl import (
 from xdsl.traits import Pure
 
 from compiler.dialects.dims import Dim, symbol_dim
+from compiler.dialects.invariant import SparsityInvariant
 from compiler.dialects.properties import integer, real, require
 from compiler.dialects.types import dtype_of, shape_of, tensor_type
 
@@ -35,7 +36,7 @@ class RopeOp(IRDLOperation):
     inv_freq = operand_def(TensorType)
     heads = prop_def(IntegerAttr)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(self, x: SSAValue, positions: SSAValue, inv_freq: SSAValue, *, heads: int) -> None:
         super().__init__(
@@ -65,6 +66,7 @@ class KvAppendOp(IRDLOperation):
     heads = prop_def(IntegerAttr)
     keys = result_def(TensorType)
     values = result_def(TensorType)
+    traits = traits_def(SparsityInvariant())
 
     def __init__(self, k: SSAValue, v: SSAValue, *, layer: int, heads: int) -> None:
         shapes = [list(shape_of(value)) for value in (k, v)]
@@ -98,7 +100,7 @@ class AttentionOp(IRDLOperation):
     scale = prop_def(FloatAttr)
     mask = prop_def(StringAttr)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class AttentionRowOp(IRDLOperation):
     scale = prop_def(FloatAttr)
     row = prop_def(IntegerAttr)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(self, q: SSAValue, k: SSAValue, *, heads: int, scale: float, row: int) -> None:
         super().__init__(
@@ -172,7 +174,7 @@ class PruneOp(IRDLOperation):
     score_offset = prop_def(IntegerAttr)
     kept = result_def(TensorType)
     index = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(self, tokens: SSAValue, score: SSAValue, *, k: int, score_offset: int) -> None:
         shape = list(shape_of(tokens))
@@ -210,7 +212,7 @@ class AttentionScoreOp(IRDLOperation):
     row = prop_def(IntegerAttr)
     first = prop_def(IntegerAttr)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(
         self, q: SSAValue, k: SSAValue, *, heads: int, scale: float, row: int, first: int
@@ -255,7 +257,7 @@ class PruneTopPOp(IRDLOperation):
     kept = result_def(TensorType)
     index = result_def(TensorType)
     count = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(
         self,
@@ -309,7 +311,7 @@ class SpliceOp(IRDLOperation):
     index = operand_def(TensorType)
     embeds = result_def(TensorType)
     positions = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(self, tokens: SSAValue, index: SSAValue) -> None:
         super().__init__(operands=[tokens, index], result_types=[tokens.type, index.type])

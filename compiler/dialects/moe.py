@@ -19,6 +19,7 @@ from xdsl.irdl import (
 from xdsl.traits import Pure
 
 from compiler.dialects.dims import Dim
+from compiler.dialects.invariant import SparsityInvariant
 from compiler.dialects.properties import integer, real, require
 from compiler.dialects.types import dtype_of, shape_of, tensor_type
 
@@ -68,7 +69,7 @@ class RouteOp(IRDLOperation):
     index = result_def(TensorType)
     gate = result_def(TensorType)
     irdl_options = (AttrSizedOperandSegments(as_property=True),)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class ExpertsOp(IRDLOperation):
     shift = opt_prop_def(FloatAttr)
     result = result_def(TensorType)
     irdl_options = (AttrSizedOperandSegments(as_property=True),)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from xdsl.irdl import (
 from xdsl.traits import Pure
 
 from compiler.dialects.dims import Dim, parse_dim, witnesses
+from compiler.dialects.invariant import SparsityInvariant
 from compiler.dialects.properties import element_count, integer, integers, require
 from compiler.dialects.types import dtype_of, shape_of, symbols_of, tensor_type
 
@@ -31,7 +32,7 @@ class ReshapeOp(IRDLOperation):
     name = "sp.reshape"
     x = operand_def(TensorType)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(self, x: SSAValue, shape: Sequence[Dim]) -> None:
         super().__init__(operands=[x], result_types=[tensor_type(dtype_of(x), shape)])
@@ -50,7 +51,7 @@ class ExpandOp(IRDLOperation):
     name = "sp.expand"
     x = operand_def(TensorType)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(self, x: SSAValue, shape: Sequence[Dim]) -> None:
         super().__init__(operands=[x], result_types=[tensor_type(dtype_of(x), shape)])
@@ -71,7 +72,7 @@ class TransposeOp(IRDLOperation):
     x = operand_def(TensorType)
     perm = prop_def(DenseArrayBase)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(self, x: SSAValue, perm: Sequence[int]) -> None:
         shape = shape_of(x)
@@ -99,7 +100,7 @@ class SliceOp(IRDLOperation):
     start = prop_def(StringAttr)
     step = prop_def(IntegerAttr)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(self, x: SSAValue, axis: int, start: Dim, count: Dim, step: int = 1) -> None:
         shape = list(shape_of(x))
@@ -141,7 +142,7 @@ class ConcatOp(IRDLOperation):
     parts = var_operand_def(TensorType)
     axis = prop_def(IntegerAttr)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(self, parts: Sequence[SSAValue], axis: int) -> None:
         shape = list(shape_of(parts[0]))

@@ -32,6 +32,7 @@ from xdsl.traits import Pure
 
 from compiler.dialects.dims import Dim
 from compiler.dialects.encoding import EncodingAttr
+from compiler.dialects.invariant import SparsityInvariant
 from compiler.dialects.movement import MOVEMENT_OPS
 from compiler.dialects.properties import integers, real, require
 from compiler.dialects.types import Tensor, dtype_of, shape_of, tensor_type
@@ -50,7 +51,7 @@ class ConstantOp(IRDLOperation):
     sha256 = prop_def(StringAttr)
     preview = prop_def(StringAttr)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(self, sha256: str, preview: str, result: Tensor) -> None:
         super().__init__(
@@ -69,7 +70,7 @@ class OnnxOp(IRDLOperation):
     attrs = prop_def(DictionaryAttr)
     slots = prop_def(DenseArrayBase)
     outputs = var_result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant("op"))
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class LinearOp(IRDLOperation):
     storage = prop_def(StringAttr)
     result = result_def(TensorType)
     irdl_options = (AttrSizedOperandSegments(as_property=True),)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class NormOp(IRDLOperation):
     kind = prop_def(StringAttr)
     eps = prop_def(FloatAttr)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant("kind"))
 
     def __init__(
         self, x: SSAValue, gamma: SSAValue, beta: SSAValue | None, *, kind: str, eps: float
@@ -194,7 +195,7 @@ class Conv2dOp(IRDLOperation):
     geometry = prop_def(DenseArrayBase)
     act = prop_def(StringAttr)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
     FIELDS: ClassVar[tuple[str, ...]] = ("H", "W", "kh", "kw", "stride", "pad")
 
     def __init__(
@@ -236,7 +237,7 @@ class BinaryOp(IRDLOperation):
     kind = prop_def(StringAttr)
     act = prop_def(StringAttr)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant("kind"))
 
     def __init__(self, a: SSAValue, b: SSAValue, *, kind: str, act: str = "none") -> None:
         super().__init__(
@@ -260,7 +261,7 @@ class UnaryOp(IRDLOperation):
     x = operand_def(TensorType)
     kind = prop_def(StringAttr)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant("kind"))
 
     def __init__(self, x: SSAValue, *, kind: str) -> None:
         super().__init__(
@@ -282,7 +283,7 @@ class SoftmaxOp(IRDLOperation):
     name = "sp.softmax"
     x = operand_def(TensorType)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(self, x: SSAValue) -> None:
         super().__init__(operands=[x], result_types=[tensor_type(dtype_of(x), shape_of(x))])
@@ -296,7 +297,7 @@ class EmbedOp(IRDLOperation):
     ids = operand_def(TensorType)
     table = operand_def(TensorType)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(self, ids: SSAValue, table: SSAValue) -> None:
         shape = (*shape_of(ids), shape_of(table)[1])
@@ -317,7 +318,7 @@ class ImageOp(IRDLOperation):
     divide = prop_def(FloatAttr)
     subtract = prop_def(FloatAttr)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(
         self, pixels: SSAValue, rows: int, channels: int, *, divide: float, subtract: float
@@ -336,7 +337,7 @@ class ArgmaxOp(IRDLOperation):
     name = "sp.argmax"
     x = operand_def(TensorType)
     result = result_def(TensorType)
-    traits = traits_def(Pure())
+    traits = traits_def(Pure(), SparsityInvariant())
 
     def __init__(self, x: SSAValue) -> None:
         shape = (*shape_of(x)[:-1], Dim(1))

@@ -46,17 +46,15 @@ def tensor_type(
         dtype: numpy name of the element type, e.g. `float32`.
         shape: Sizes; run-time ones become `?` and are written into the encoding.
         encoding: Sparsity to keep; its `dims` are replaced.
+
+    Raises:
+        VerifyException: The encoding does not fit the shape.
     """
     dims = [d if isinstance(d, Dim) else static(d) for d in shape]
     names = [str(d) for d in dims if not d.is_static]
     if encoding is not None and encoding.is_sparse:
-        encoding = EncodingAttr.make(
-            names,
-            [level.data for level in encoding.levels.data],
-            [b.data for b in encoding.block.data],
-            [m.data for m in encoding.masks.data],
-            dynamic=bool(encoding.dynamic.data),
-        )
+        encoding = encoding.with_dims(names)
+        encoding.verify_shape(dims)
     else:
         encoding = EncodingAttr.make(names) if names else None
     sizes = [d.constant if d.is_static else DYNAMIC_INDEX for d in dims]

@@ -63,7 +63,7 @@ def render_kernels(target: Target, ops: Iterable[Op], *, tile: TileSpec | None =
         tile: Tile layer to use instead of the best one; tests compare them.
     """
     chosen = tile or select_tile(target.isa)
-    offered = sorted(set(ops))
+    offered = sorted({used for op in ops for used in (op, *registry.KERNELS[op].uses)})
     context = _context(target, offered, chosen)
     environment = _environment()
     parts = []
@@ -83,6 +83,7 @@ def render_runner(target: Target, ops: Iterable[Op]) -> str:
 def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
     specs = [registry.KERNELS[op] for op in ops]
     found = ["runtime/prelude.c.in", "runtime/vector.c.in", "runtime/math.c.in"]
+    found.append("runtime/rows.c.in")
     if any(spec.tiled for spec in specs):
         found += [tile.template, registry.W4_TEMPLATE]
     found += dict.fromkeys(spec.template for spec in specs)

@@ -17,6 +17,7 @@ from compiler.passes.pipeline_spec import (
     FAMILY_VISION,
     Component,
     ImageSpec,
+    KvWindow,
     PipelineSpec,
     Port,
     PruneSpec,
@@ -112,6 +113,7 @@ def parse_pipeline(data: bytes) -> PipelineSpec:
         image=_image(top.table("image")) if is_vision else None,
         tokens=_tokens(top.table("tokens")) if is_vision else None,
         prune=_prune(top.table("prune")) if is_vision and "prune" in document else None,
+        kv=_kv(top.table("kv")) if is_vision and "kv" in document else None,
     )
     top.finish()
     return spec
@@ -259,6 +261,15 @@ def _choice(reader: _Reader, key: str, choices: tuple[str, ...], default: str) -
             f"{reader.where}: {key!r} is {found!r}", hint=f"one of {', '.join(choices)}"
         )
     return found
+
+
+def _kv(reader: _Reader) -> KvWindow:
+    window = KvWindow(
+        sink=reader.integer("sink", 0, MAX_CONTEXT, 0),
+        window=reader.integer("window", 1, MAX_CONTEXT),
+    )
+    reader.finish()
+    return window
 
 
 def _tokens(reader: _Reader) -> TokenSpec:

@@ -191,6 +191,14 @@ def validate_module(module: Module) -> None:
     )
     for program in module.programs:
         _validate_program(module, program)
+    cached = [
+        params
+        for program in module.programs
+        for call in program.calls
+        if call.op is Op.ATTENTION and (params := call_params(call))["kv_layer"] >= 0
+    ]
+    windows = {(params["window"], params["sink"]) for params in cached}
+    _need(len(windows) <= 1, "attentions over one cache see different windows")
 
 
 def _need(holds: bool, message: str) -> None:
@@ -250,7 +258,7 @@ def _validate_program(module: Module, program: Program) -> None:
         if call.op is Op.ATTENTION and operands.number("kv_layer") >= 0:
             layer = operands.number("kv_layer")
             _need(layer not in appended, f"{place}: cache layer {layer} is appended to twice")
-            appended[layer] = operands.source(1)
+            appended[layer] = operands.source(0)
     rows = {(shape.rows, shape.dynamic) for shape in appended.values()}
     _need(len(rows) <= 1, f"{where}: cache layers receive different numbers of rows")
     missing = set(program.outputs.values()) - written

@@ -19,12 +19,14 @@ class KernelSpec:
         template: File under `compiler/kernels`.
         scratch: It has a `<function>_scratch` that tells its scratch bytes.
         tiled: It multiplies W4 weights through the tile layer.
+        uses: Kernels that it calls.
     """
 
     op: Op
     template: str
     scratch: bool = False
     tiled: bool = False
+    uses: tuple[Op, ...] = ()
 
     @property
     def function(self) -> str:
@@ -37,7 +39,7 @@ class KernelSpec:
         rule = RULES[self.op]
         return (
             sum(not port.endswith("?") for port in rule.inputs),
-            len(rule.outputs),
+            sum(not port.endswith("?") for port in rule.outputs),
             sum(not kind.endswith("?") for kind in rule.weights),
         )
 
@@ -50,7 +52,7 @@ def _specs() -> tuple[KernelSpec, ...]:
         KernelSpec(Op.IMAGE_U8, elementwise),
         KernelSpec(Op.EMBED, rows),
         KernelSpec(Op.LINEAR, "templates/linear.c.in", scratch=True, tiled=True),
-        KernelSpec(Op.LINEAR_F32, "templates/linear.c.in"),
+        KernelSpec(Op.LINEAR_F32, "templates/linear.c.in", scratch=True),
         KernelSpec(Op.NORM, "templates/norm.c.in"),
         KernelSpec(Op.ROPE, "templates/norm.c.in"),
         KernelSpec(Op.ATTENTION, attention, scratch=True),
@@ -73,6 +75,13 @@ def _specs() -> tuple[KernelSpec, ...]:
         KernelSpec(Op.COLS_SLICE, rows),
         KernelSpec(Op.ATTENTION_SCORE, prune, scratch=True),
         KernelSpec(Op.PRUNE_TOP_P, prune, scratch=True),
+        KernelSpec(
+            Op.MOE_LAYER,
+            "templates/moe_layer.c.in",
+            scratch=True,
+            tiled=True,
+            uses=(Op.ROUTE, Op.EXPERTS),
+        ),
     )
 
 

@@ -144,17 +144,17 @@ def _attention(op: AttentionOp, sel: Selection) -> Values:
 
 
 def append_only(op: KvAppendOp, sel: Selection) -> None:
-    """Append rows to a cache layer whose attention is dead: the keys stand in for queries."""
+    """Append rows to a cache layer whose attention is dead."""
     heads = op.heads.value.data
-    k, v = sel.matrix(op.k), sel.matrix(op.v)
     params: dict[str, int | float] = {
         "heads": heads,
         "kv_heads": heads,
         "scale": 1.0,
         "causal": 1,
         "kv_layer": op.layer.value.data,
+        "append_only": 1,
     }
-    sel.call(Op.ATTENTION, [k, k, v], [], params, [sel.result_type(op.k)])
+    sel.call(Op.ATTENTION, [sel.matrix(op.k), sel.matrix(op.v)], [], params, [])
 
 
 def _attention_row(op: AttentionRowOp, sel: Selection) -> Values:

@@ -40,7 +40,8 @@ from compiler.kernels.program import (
 )
 from compiler.passes.base import PassContext
 from compiler.passes.functions import arguments, body, functions, results
-from compiler.passes.operand_check import DTYPES, weight_kinds
+from compiler.passes.operand_check import DTYPES, STACKED, cache_heads, weight_kinds
+from compiler.passes.plan_kv import cache_capacity
 
 EXPERT_PARTS: Final = ("in", "out", "b_in", "b_out")
 
@@ -86,13 +87,14 @@ class _Lowering:
         return Call(code, inputs, outputs, self._weights(code, op), op.parameters())
 
     def _weights(self, code: Op, op: CallOp) -> tuple[int, ...]:
-        if code is Op.EXPERTS:
-            return self._experts(op.weights)
-        kinds = weight_kinds(code)
-        return tuple(
-            ABSENT if slot < 0 else self._shared(op.weights[int(slot)], kinds[at])
-            for at, slot in enumerate(op.weight_slots.get_values())
+        slots = [int(slot) for slot in op.weight_slots.get_values()]
+        first = STACKED.get(code, len(slots))
+        single = tuple(
+            ABSENT if slot < 0 else self._shared(op.weights[slot], kind)
+            for slot, kind in zip(slots[:first], weight_kinds(code), strict=False)
         )
+        stacks = [op.weights[slot] for slot in slots[first:]]
+        return (*single, *(self._experts(stacks) if stacks else ()))
 
     def _shared(self, value: SSAValue, kind: str) -> int:
         digest, array = self._constant(value)
@@ -132,10 +134,12 @@ class _Lowering:
         layer = int(params["kv_layer"])
         if layer < 0:
             return
-        heads = int(params["kv_heads"])
-        head_dim = shape_of(op.arguments[1])[1].constant // heads
+        heads, head_dim = cache_heads(op)
         layers = max(layer + 1, self.kv.layers if self.kv is not None else 0)
-        cache = KvCache(layers, heads, head_dim, self.ctx.spec.max_context)
+        rows = shape_of(op.arguments[0])[0]
+        most = cache_capacity(self.ctx.spec, rows.constant if rows.is_static else None)
+        capacity = max(most, self.kv.capacity if self.kv is not None else 0)
+        cache = KvCache(layers, heads, head_dim, capacity)
         shared = (cache.heads, cache.head_dim)
         if self.kv is not None and shared != (self.kv.heads, self.kv.head_dim):
             raise UnsupportedOperatorError(

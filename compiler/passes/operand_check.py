@@ -19,6 +19,8 @@ from compiler.dialects.types import dtype_of, shape_of
 from compiler.kernels.program import Op
 from compiler.passes.base import PassContext
 
+STACKED: Final = {Op.EXPERTS: 0, Op.MOE_LAYER: 4}
+"""From which weight on the weights of an operation are stacks, one matrix per expert."""
 DTYPES: Final = {"float32": "f32", "int32": "i32", "uint8": "u8"}
 
 
@@ -28,9 +30,11 @@ def weight_kinds(op: Op) -> tuple[str, ...]:
         case Op.EXPERTS:
             return expert_kinds(biases=1)
         case Op.LINEAR:
-            return "w4", "f32"
+            return "w4", "f32", "f32", "f32"
+        case Op.MOE_LAYER:
+            return "f32", "f32", "f32", "f32", *expert_kinds(biases=0)
         case _:
-            return "f32", "f32", "f32"
+            return "f32", "f32", "f32", "f32"
 
 
 def check_operands(op: Op, call: CallOp, ctx: PassContext) -> None:
@@ -67,15 +71,18 @@ def _weights(op: Op, call: CallOp) -> tuple[WeightShape | None, ...]:
     kinds = weight_kinds(op)
     found: list[WeightShape | None] = []
     for at, slot in enumerate(call.weight_slots.get_values()):
-        found.append(None if slot < 0 else _weight(op, call.weights[int(slot)], kinds[at]))
-    if op is not Op.EXPERTS:
+        is_stack = at >= STACKED.get(op, at + 1)
+        weight = None if slot < 0 else call.weights[int(slot)]
+        found.append(None if weight is None else _weight(weight, kinds[at], is_stack=is_stack))
+    stacked = STACKED.get(op)
+    if stacked is None:
         return tuple(found)
-    experts = shape_of(call.weights[0])[0].constant
-    return tuple(found) * experts
+    experts = shape_of(call.weights[-1])[0].constant
+    return (*found[:stacked], *found[stacked:] * experts)
 
 
-def _weight(op: Op, value: SSAValue, kind: str) -> WeightShape:
-    shape = shape_of(value)[1:] if op is Op.EXPERTS else shape_of(value)
+def _weight(value: SSAValue, kind: str, *, is_stack: bool) -> WeightShape:
+    shape = shape_of(value)[1:] if is_stack else shape_of(value)
     rows = shape[-2] if len(shape) > 1 else Dim(1)
     return WeightShape(rows.constant, shape[-1].constant, kind)
 
@@ -85,6 +92,18 @@ def _cache(
 ) -> KvShape | None:
     if op is not Op.ATTENTION or params["kv_layer"] < 0:
         return None
-    heads = int(params["kv_heads"])
-    head_dim = shape_of(call.arguments[1])[1].constant // heads
-    return KvShape(int(params["kv_layer"]) + 1, heads, head_dim, ctx.spec.max_context)
+    heads, head_dim = cache_heads(call)
+    rows = shape_of(call.arguments[0])[0]
+    most = rows.constant if rows.is_static else ctx.spec.max_step_tokens
+    capacity = max(ctx.spec.max_context, int(params["sink"] + params["window"]) + most)
+    return KvShape(int(params["kv_layer"]) + 1, heads, head_dim, capacity)
+
+
+def cache_heads(call: CallOp) -> tuple[int, int]:
+    """Return the key heads of an ATTENTION call and their size."""
+    params = complete_params(Op.ATTENTION, call.parameters())
+    keys = int(params["kv_heads"] or params["heads"])
+    queries = 0 if params["append_only"] else int(params["heads"])
+    parts = [int(slot) for slot in call.slots.get_values()[:3] if slot >= 0]
+    cols = sum(shape_of(call.arguments[at])[1].constant for at in parts)
+    return keys, cols // (queries + 2 * keys)

@@ -14,9 +14,11 @@ from compiler.passes.adapt_pruning import AdaptPruning
 from compiler.passes.base import ImportedPipeline, NodeNames, Pass, PassContext
 from compiler.passes.canonicalise import Canonicalise
 from compiler.passes.compose import Compose
+from compiler.passes.fuse_groups import FuseGroups
 from compiler.passes.last_row import LastRow
 from compiler.passes.lower import lower
-from compiler.passes.propagate_zeros import PropagateZeros
+from compiler.passes.plan_kv import PlanKv
+from compiler.passes.propagate_masks import PropagateMasks
 from compiler.passes.raise_attention import RaiseAttention
 from compiler.passes.raise_cache import RaiseCache
 from compiler.passes.raise_conv import RaiseConv
@@ -50,9 +52,9 @@ COMPOSING: Final[tuple[Pass, ...]] = (
     Compose(),
     LastRow(),
     Canonicalise(),
-    PropagateZeros(),
+    PropagateMasks(),
 )
-SELECTING: Final[tuple[Pass, ...]] = (SelectKernels(),)
+SELECTING: Final[tuple[Pass, ...]] = (SelectKernels(), PlanKv(), FuseGroups())
 
 STAGES: Final[Mapping[str, tuple[Pass, ...]]] = MappingProxyType(
     {"imported": (), "raised": RAISING, "programs": COMPOSING, "kernels": SELECTING}
@@ -74,12 +76,15 @@ class LoweredPipeline:
     notes: tuple[str, ...]
 
 
-def lower_pipeline(imported: ImportedPipeline, *, verify: bool = False) -> LoweredPipeline:
+def lower_pipeline(
+    imported: ImportedPipeline, *, verify: bool = False, fuse: bool = True
+) -> LoweredPipeline:
     """Run all passes on a copy of the imported module and lower it.
 
     Args:
         imported: What `compiler.frontend.import_pipeline` returned; it is not changed.
         verify: Run the IR verifier after each pass, not only after each stage.
+        fuse: Whether calls are fused; without it the plan has the same bits in more calls.
 
     Raises:
         UnsupportedOperatorError: A node has no kernel where it stands; operator and node are named.
@@ -89,7 +94,8 @@ def lower_pipeline(imported: ImportedPipeline, *, verify: bool = False) -> Lower
     notes = list(imported.notes)
     texts: dict[str, str] = {}
     for stage, passes in STAGES.items():
-        notes.extend(run_passes(module, ctx, passes, verify=verify))
+        chosen = [current for current in passes if fuse or not isinstance(current, FuseGroups)]
+        notes.extend(run_passes(module, ctx, chosen, verify=verify))
         _verify(module, stage)
         texts[stage] = print_module(module)
     return LoweredPipeline(lower(module, ctx), MappingProxyType(texts), tuple(notes))

@@ -85,13 +85,22 @@ class PruneSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class KvWindow:
+    """What a token sees of a long context: the first `sink` rows and the last `window` rows."""
+
+    sink: int
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineSpec:
     """A whole submission.
 
     Attributes:
-        max_context: Rows of the key-value cache.
+        max_context: The longest context, in rows; without `kv` also the rows of the cache.
         max_step_tokens: The most token rows of one run (T).
         prune: Adaptive pruning; None keeps what the graph says.
+        kv: A window over the cache, if the submission asks for one.
     """
 
     family: str
@@ -101,6 +110,7 @@ class PipelineSpec:
     image: ImageSpec | None = None
     tokens: TokenSpec | None = None
     prune: PruneSpec | None = None
+    kv: KvWindow | None = None
 
     def component(self, name: str) -> Component:
         """Return the component called `name`."""

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.contract.native import ContextFullError, NativeError, TooManyTokensError
+from compiler.contract.native import NativeError, TooManyTokensError
 from compiler.contract.session import Buffer as Bytes
 from compiler.kernels.program import (
     ABSENT,
@@ -90,12 +90,12 @@ class Simulator:
         """Forget every row from `length` on.
 
         Raises:
-            NativeError: The cache holds fewer rows.
+            NativeError: The cache holds fewer rows, or rows that it needs are overwritten.
         """
         if not 0 <= length <= self.kv_length:
             raise NativeError(f"cannot set the cache to {length} rows")
         if self._cache is not None:
-            self._cache.length = length
+            self._cache.truncate(length)
 
     def run(self, program: str, inputs: Mapping[str, Bytes]) -> Mapping[str, memoryview]:
         """Run one program on raw little-endian rows by role, like the native plan.
@@ -186,10 +186,10 @@ class Simulator:
         rows = 0
         for call, params in zip(program.calls, self._params[program.name], strict=True):
             if params.get("kv_layer", -1) >= 0:
-                keys = self._buffer(call.inputs[1])
+                keys = self._buffer(call.inputs[0])
                 rows = tokens if keys.dynamic else keys.rows
-        if self._cache is not None and self._cache.length + rows > len(self._cache.keys[0]):
-            raise ContextFullError(f"{self._cache.length} rows and {rows} more do not fit")
+        if self._cache is not None:
+            self._cache.reserve(rows)
         return rows
 
     def _new_cache(self) -> Cache | None:
@@ -198,4 +198,11 @@ class Simulator:
             return None
         shape = (kv.layers, kv.capacity, kv.heads * kv.head_dim)
         dtype = self._numerics.dtype
-        return Cache(np.zeros(shape, dtype), np.zeros(shape, dtype))
+        cached = [
+            params
+            for program in self._params.values()
+            for params in program
+            if params.get("kv_layer", -1) >= 0
+        ]
+        window, sink = (max((int(p[n]) for p in cached), default=0) for n in ("window", "sink"))
+        return Cache(np.zeros(shape, dtype), np.zeros(shape, dtype), window=window, sink=sink)

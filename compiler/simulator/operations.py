@@ -5,15 +5,18 @@ follow the C templates; see there for the equations.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.contract.native import BadIndexError, BadPositionError, BadTokenError
+from compiler.contract.native import BadIndexError, BadTokenError
+from compiler.contract.operand_rules import complete_params
 from compiler.contract.operations import NormKind, Op, UnaryKind
 from compiler.simulator import experts as moe
+from compiler.simulator.attention import attention, attention_row, heads_of, rope
 from compiler.simulator.numerics import act, relu, silu, tanh
 from compiler.simulator.pruning import (
     TopP,
@@ -22,7 +25,7 @@ from compiler.simulator.pruning import (
     merged_tokens,
     weighted_scores,
 )
-from compiler.simulator.step import Cache, Results, Step, best, softmax_terms
+from compiler.simulator.step import Cache, Results, Step, best, softmax_terms, taken
 
 __all__ = ["OPERATIONS", "Array", "Cache", "Results", "Step"]
 
@@ -34,16 +37,9 @@ def _image_u8(s: Step) -> Results:
     return (pixels / s.real("divide") - s.real("subtract"),)
 
 
-def _taken(index: Array, limit: int, error: type[Exception], what: str) -> Array:
-    rows = index[:, 0]
-    if ((rows < 0) | (rows >= limit)).any():
-        raise error(f"a {what} is outside [0, {limit})")
-    return rows
-
-
 def _embed(s: Step) -> Results:
     table = s.constant(0)
-    return (table[_taken(s.source(0), len(table), BadTokenError, "token id")],)
+    return (table[taken(s.source(0), len(table), BadTokenError, "token id")],)
 
 
 def _finish(s: Step, y: Array) -> Results:
@@ -55,12 +51,36 @@ def _finish(s: Step, y: Array) -> Results:
 
 
 def _linear(s: Step) -> Results:
-    x, scale = s.numerics.quantise(s.source(0))
+    x, scale = s.numerics.quantise(_normed(s))
     return _finish(s, s.numerics.linear(x, scale, s.weight_ids[0]))
 
 
 def _linear_f32(s: Step) -> Results:
-    return _finish(s, s.numerics.dot_rows(s.source(0), s.constant(0)))
+    return _finish(s, s.numerics.dot_rows(_normed(s), s.constant(0)))
+
+
+def _normed(s: Step) -> Array:
+    """Return what a linear operation multiplies: x, or its norm."""
+    norm = s.number("norm")
+    if not norm:
+        return s.source(0)
+    params = {"kind": norm - 1, "eps": s.params["eps"]}
+    return _norm(replace(s, weights=s.weights[2:], params=params))[0]
+
+
+def _moe_layer(s: Step) -> Results:
+    (h,) = _norm(replace(s, weights=s.weights[:2]))
+    routed = complete_params(Op.ROUTE, {name: s.params[name] for name in ("k", "order")})
+    index, gate = moe.route(replace(s, inputs=(h,), weights=s.weights[2:4], params=routed))
+    mixed = replace(
+        s,
+        inputs=(h, index, gate),
+        weights=s.weights[4:],
+        weight_ids=s.weight_ids[4:],
+        params=complete_params(Op.EXPERTS, {"act": s.params["act"]}),
+    )
+    (y,) = moe.experts(mixed)
+    return (s.source(0) + y if s.number("residual") else y), index, gate
 
 
 def _norm(s: Step) -> Results:
@@ -73,52 +93,6 @@ def _norm(s: Step) -> Results:
     return (y if beta is None else y + beta,)
 
 
-def _rope(s: Step) -> Results:
-    x, heads = s.source(0), s.number("heads")
-    rows = _taken(s.source(1), len(s.constant(0)), BadPositionError, "position")
-    cos, sin = s.constant(0)[rows][:, None, :], s.constant(1)[rows][:, None, :]
-    a, b = np.split(x.reshape(len(x), heads, -1), 2, axis=2)
-    y = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=2)
-    return (y.reshape(x.shape),)
-
-
-def _heads(x: Array, heads: int) -> Array:
-    """Return (heads, R, head_dim)."""
-    return x.reshape(len(x), heads, -1).transpose(1, 0, 2)
-
-
-def _attention(s: Step) -> Results:
-    q, k, v = s.source(0), s.source(1), s.source(2)
-    heads, layer = s.number("heads"), s.number("kv_layer")
-    groups = s.number("kv_heads") or heads
-    past = 0
-    if layer >= 0 and s.cache is not None:
-        past = s.cache.length
-        end = past + len(k)
-        s.cache.keys[layer, past:end], s.cache.values[layer, past:end] = k, v
-        k, v = s.cache.keys[layer, :end], s.cache.values[layer, :end]
-    share = heads // groups
-    keys, values = (_heads(part, groups).repeat(share, axis=0) for part in (k, v))
-    scores = s.numerics.dot_rows(_heads(q, heads), keys) * s.real("scale")
-    if layer >= 0 or s.number("causal"):
-        hidden = np.arange(len(k))[None, :] > past + np.arange(len(q))[:, None]
-        scores = np.where(hidden, s.numerics.dtype(-np.inf), scores)
-    terms, total = softmax_terms(s, scores)
-    y = s.numerics.running_sum(terms, values) * (s.numerics.dtype(1) / total)
-    return (y.transpose(1, 0, 2).reshape(q.shape),)
-
-
-def _attention_row(s: Step) -> Results:
-    heads = s.number("heads")
-    row = s.source(0)[s.number("row")][None]
-    scores = s.numerics.dot_rows(_heads(row, heads), _heads(s.source(1), heads))
-    terms, total = softmax_terms(s, scores[:, 0] * s.real("scale"))
-    y = np.zeros(terms.shape[1], s.numerics.dtype)
-    for head in terms / total:
-        y = y + head
-    return ((y / s.numerics.dtype(heads))[:, None],)
-
-
 def _prune(s: Step) -> Results:
     x, first = s.source(0), s.number("score_offset")
     kept = np.sort(best(s.source(1)[first : first + len(x), 0], s.number("k")))
@@ -128,8 +102,8 @@ def _prune(s: Step) -> Results:
 def _attention_score(s: Step) -> Results:
     heads, row, first = s.number("heads"), s.number("row"), s.number("first")
     q = s.source(0)[first:] if row < 0 else s.source(0)[row : row + 1]
-    k = _heads(s.source(1)[first:], heads)
-    shares = looked_at(s.numerics, _heads(q, heads), k, s.real("scale"))
+    k = heads_of(s.source(1)[first:], heads)
+    shares = looked_at(s.numerics, heads_of(q, heads), k, s.real("scale"))
     return (weighted_scores(s.numerics, shares)[:, None],)
 
 
@@ -219,7 +193,7 @@ def _argmax(s: Step) -> Results:
 
 def _gather_rows(s: Step) -> Results:
     x = s.source(0)
-    return (x[_taken(s.source(1), len(x), BadIndexError, "row")],)
+    return (x[taken(s.source(1), len(x), BadIndexError, "row")],)
 
 
 def _cols_concat(s: Step) -> Results:
@@ -238,9 +212,9 @@ OPERATIONS: Final[Mapping[Op, Callable[[Step], Results]]] = MappingProxyType(
         Op.LINEAR: _linear,
         Op.LINEAR_F32: _linear_f32,
         Op.NORM: _norm,
-        Op.ROPE: _rope,
-        Op.ATTENTION: _attention,
-        Op.ATTENTION_ROW: _attention_row,
+        Op.ROPE: rope,
+        Op.ATTENTION: attention,
+        Op.ATTENTION_ROW: attention_row,
         Op.PRUNE: _prune,
         Op.ATTENTION_SCORE: _attention_score,
         Op.PRUNE_TOP_P: _prune_top_p,
@@ -259,5 +233,6 @@ OPERATIONS: Final[Mapping[Op, Callable[[Step], Results]]] = MappingProxyType(
         Op.GATHER_ROWS: _gather_rows,
         Op.COLS_CONCAT: _cols_concat,
         Op.COLS_SLICE: _cols_slice,
+        Op.MOE_LAYER: _moe_layer,
     }
 )

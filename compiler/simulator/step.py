@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from compiler.contract.native import ContextFullError, ContextLostError
 from compiler.simulator.numerics import Numerics
 
 Array = NDArray[Any]
@@ -15,11 +16,44 @@ Results = tuple[Array, ...]
 
 @dataclass(slots=True)
 class Cache:
-    """Keys and values per layer (capacity, heads * head_dim), and how many rows are valid."""
+    """Keys and values per layer (capacity, heads * head_dim), and how many rows are valid.
+
+    Attributes:
+        window, sink: What all cached attentions see, see `Op.ATTENTION`; window 0 = everything.
+        high: End of the highest row written that may have taken an older one's slot.
+    """
 
     keys: Array
     values: Array
     length: int = 0
+    window: int = 0
+    sink: int = 0
+    high: int = 0
+
+    def reserve(self, rows: int) -> None:
+        """Note that `rows` rows will be appended.
+
+        Raises:
+            ContextFullError: They do not fit; a windowed cache never fills.
+        """
+        if not self.window and self.length + rows > self.keys.shape[1]:
+            raise ContextFullError(f"{self.length} rows and {rows} more do not fit")
+        self.high = max(self.high, self.length + rows)
+
+    def truncate(self, length: int) -> None:
+        """Forget every row from `length` on.
+
+        Raises:
+            ContextLostError: The window would show rows again that were overwritten.
+        """
+        capacity = self.keys.shape[1]
+        shown = max(self.sink, length - self.window) if length > self.sink else self.high
+        oldest = self.high - (capacity - self.sink)
+        if self.window and self.high > capacity and shown < oldest:
+            raise ContextLostError(f"rows before row {length} were overwritten")
+        if length <= self.sink or self.high <= capacity:
+            self.high = length
+        self.length = length
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +117,11 @@ def best(scores: Array, k: int) -> Array:
     """Return the positions of the k best along the last axis; ties to the lower, NaN last."""
     order: Array = np.argsort(-scores, axis=-1, kind="stable")
     return order[..., :k]
+
+
+def taken(index: Array, limit: int, error: type[Exception], what: str) -> Array:
+    """Return the only column of `index` after checking that it lies in [0, limit)."""
+    rows = index[:, 0]
+    if ((rows < 0) | (rows >= limit)).any():
+        raise error(f"a {what} is outside [0, {limit})")
+    return rows

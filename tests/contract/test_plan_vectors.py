@@ -91,7 +91,7 @@ def test_it_keeps_its_numbers() -> None:
     names = (
         "IMAGE_U8 EMBED LINEAR LINEAR_F32 NORM ROPE ATTENTION ATTENTION_ROW PRUNE CONV2D "
         "ROWS_CONCAT ROWS_SLICE ADD MUL SUB DIV UNARY SOFTMAX ROUTE EXPERTS ARGMAX GATHER_ROWS "
-        "COLS_CONCAT COLS_SLICE ATTENTION_SCORE PRUNE_TOP_P"
+        "COLS_CONCAT COLS_SLICE ATTENTION_SCORE PRUNE_TOP_P MOE_LAYER"
     )
     assert " ".join(op.name for op in Op) == names
     assert [int(op) for op in Op] == list(range(1, len(Op) + 1))

@@ -338,6 +338,14 @@ def write_pruned(directory: Path, shape: TinyShape = TinyShape(), **rule: Any) -
     return write_submission(directory, tiny_models(shape), document)
 
 
+def write_windowed(
+    directory: Path, shape: TinyShape = TinyShape(), *, sink: int, window: int, **changes: Any
+) -> Path:
+    """Write the tiny submission with a window over its cache; `changes` go to `pipeline.json`."""
+    document = tiny_document(shape) | {"kv": {"sink": sink, "window": window}} | changes
+    return write_submission(directory, tiny_models(shape), document)
+
+
 # --- disguises -----------------------------------------------------------------------------------
 
 

@@ -15,9 +15,9 @@ from compiler.simulator import Simulator
 Array = np.ndarray[Any, Any]
 
 
-def lowered(directory: Path) -> LoweredPipeline:
+def lowered(directory: Path, *, fuse: bool = True) -> LoweredPipeline:
     """Import and lower a submission, with the verifier after every pass."""
-    return lower_pipeline(import_pipeline(directory), verify=True)
+    return lower_pipeline(import_pipeline(directory), verify=True, fuse=fuse)
 
 
 def session(path: Path) -> ort.InferenceSession:

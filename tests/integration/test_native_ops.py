@@ -380,7 +380,8 @@ def test_it_stays_near_the_mathematics(case: OpCase) -> None:
 
 
 def test_it_covers_every_operation() -> None:
-    assert {case.op for case in CASES} == set(Op)
+    fused = {Op.MOE_LAYER}  # see test_native_fused
+    assert {case.op for case in CASES} == set(Op) - fused
 
 
 def test_scores_need_memory_for_rows_not_for_a_map() -> None:

@@ -18,7 +18,13 @@ from tests.factories.onnx_blocks import (
     native_moe_block,
     rms_block,
 )
-from tests.factories.onnx_models import TinyShape, write_block, write_pruned, write_tiny
+from tests.factories.onnx_models import (
+    TinyShape,
+    write_block,
+    write_pruned,
+    write_tiny,
+    write_windowed,
+)
 
 SEPARATOR = "// -----\n"
 HERE = Path(__file__).parent
@@ -44,6 +50,8 @@ TINY_PART: Mapping[str, str] = {
     "adapt-pruning": "vision",
     "raise-conv": "vision",
     "last-row": "step",
+    "fuse-groups": "step",
+    "plan-kv": "step",
 }
 """The one function of a large model that a golden file shows."""
 
@@ -62,8 +70,10 @@ CASES: Mapping[str, Writer] = {
     "adapt-pruning": lambda d: write_pruned(d, SMALL, p=0.7, merge=1),
     "compose": lambda d: write_tiny(d, SMALL),
     "last-row": lambda d: write_tiny(d, SMALL),
-    "propagate-zeros": lambda d: write_block(d, elementwise_block),
+    "propagate-masks": lambda d: write_block(d, elementwise_block),
     "select-kernels": lambda d: write_block(d, moe_block()),
+    "fuse-groups": lambda d: write_tiny(d, SMALL),
+    "plan-kv": lambda d: write_windowed(d, SMALL, sink=1, window=8, max_step_tokens=4),
 }
 
 

@@ -59,6 +59,9 @@ def test_it_fills_in_defaults_in_slot_order() -> None:
         ("causal", 0),
         ("kv_layer", -1),
         ("kv_heads", 0),
+        ("window", 0),
+        ("sink", 0),
+        ("append_only", 0),
     ]
 
 
@@ -101,7 +104,7 @@ BAD_CALLS: Sequence[tuple[str, Module]] = (
         "residual",
         single_call(Op.LINEAR, [(None, 4, F), (None, 4, F)], [(None, 3, F)], [("w4", ones(3, 4))]),
     ),
-    ("takes 1 to 2 weights", single_call(Op.LINEAR, [(None, 4, F)], [(None, 3, F)])),
+    ("takes 1 to 4 weights", single_call(Op.LINEAR, [(None, 4, F)], [(None, 3, F)])),
     ("is i32", single_call(Op.UNARY, [(None, 4, "i32")], [(None, 4, F)], [], {"kind": 0})),
     (
         "no beta",

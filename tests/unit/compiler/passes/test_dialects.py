@@ -61,11 +61,56 @@ def test_it_prints_and_parses_every_kind_of_operation() -> None:
 
 
 def test_it_keeps_masks_of_zeros_in_the_text() -> None:
-    encoding = EncodingAttr.make((), ["dense", "compressed"], [], [0, 2], dynamic=True)
+    levels, sparse = ["dense", "compressed"], 'levels ["dense", "compressed"]'
+    encoding = EncodingAttr.make((), levels, [], [0, 2], dynamic=True)
     kind = tensor_type("float32", (T, 8), encoding)
-    assert str(kind).endswith(
-        '#sp.enc<dims ["T"], levels ["dense", "compressed"], block [], masks [0, 2], dynamic>>'
-    )
+    text = f'#sp.enc<dims ["T"], {sparse}, pos 32, crd 32, masks [0, 2], dynamic>>'
+    assert str(kind).endswith(text)
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        EncodingAttr.make((), ["dense", "compressed"], order=[1, 0], crd=16),
+        EncodingAttr.make((), ["compressed", "singleton"], pos=64),
+        EncodingAttr.make((), ["dense", "blocked"], [4, 4], [3]),
+        EncodingAttr.make((), ["dense", "structured[2,4]"], crd=8, dynamic=True),
+    ],
+)
+def test_it_reads_every_encoding_back(encoding: EncodingAttr) -> None:
+    kind = tensor_type("float32", (16, 8), encoding)
+    block = Block(arg_types=[kind])
+    block.add_op(ReturnOp(block.args[0]))
+    text = print_module(ModuleOp([FuncOp("f", ([kind], [kind]), Region(block))]))
+    assert print_module(parse_module(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EncodingAttr.make((), ["dense", "dense"], order=[0, 0]), "not a permutation"),
+        (lambda: EncodingAttr.make((), ["dense"], order=[0, 1]), "not a permutation"),
+        (lambda: EncodingAttr.make((), ["dense", "blocked"]), "need each other"),
+        (lambda: EncodingAttr.make((), ["dense", "compressed"], [4, 4]), "need each other"),
+        (lambda: EncodingAttr.make((), ["dense", "blocked"], [4]), "does not fit 2 levels"),
+        (lambda: EncodingAttr.make((), ["dense", "structured[5,4]"]), "more than there are"),
+        (lambda: EncodingAttr.make((), ["singleton"]), "follows a compressed"),
+        (lambda: EncodingAttr.make((), ["compressed"], crd=12), "crd 12 is not one of"),
+        (lambda: EncodingAttr.make((), ["compressed"], pos=4), "pos 4 is not one of"),
+    ],
+)
+def test_it_refuses_encodings_that_make_no_sense(make, message: str) -> None:
+    with pytest.raises(VerifyException, match=message):
+        make()
+
+
+@pytest.mark.parametrize("shape", [(2, 65_537), (2, T)])
+def test_it_refuses_sixteen_bit_indices_of_axes_that_may_be_longer(shape) -> None:
+    levels = ["dense", "compressed"]
+    with pytest.raises(VerifyException, match="16-bit coordinates cannot index"):
+        tensor_type("float32", shape, EncodingAttr.make((), levels, crd=16))
+    tensor_type("float32", (2, 65_536), EncodingAttr.make((), levels, crd=16))
+    tensor_type("float32", shape, EncodingAttr.make((), levels, crd=32))
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,20 @@ def test_it_raises_completely(pipeline: LoweredPipeline) -> None:
     assert pipeline.module.kv == KvCache(layers=4, heads=4, head_dim=32, capacity=256)
 
 
-def test_it_uses_the_kernels_one_expects(pipeline: LoweredPipeline) -> None:
-    see, step = (Counter(c.op.name for c in p.calls) for p in pipeline.module.programs)
+def test_it_uses_the_kernels_one_expects(edgecard: Path) -> None:
+    unfused = lowered(edgecard, fuse=False)
+    see, step = (Counter(c.op.name for c in p.calls) for p in unfused.module.programs)
     assert (see["CONV2D"], see["ATTENTION"], see["PRUNE"], see["EXPERTS"]) == (3, 7, 1, 3)
     assert (step["EMBED"], step["ROPE"], step["ATTENTION"], step["EXPERTS"]) == (1, 8, 4, 4)
     assert step["LINEAR"] == 17
     assert "LINEAR_F32" not in see | step
+
+
+def test_it_fuses_what_belongs_together(pipeline: LoweredPipeline) -> None:
+    see, step = (Counter(c.op.name for c in p.calls) for p in pipeline.module.programs)
+    assert (see["LINEAR"], see["ATTENTION"], see["MOE_LAYER"]) == (21, 7, 3)
+    assert (step["LINEAR"], step["ATTENTION"], step["MOE_LAYER"]) == (10, 4, 4)
+    assert not {"ROPE", "ROUTE", "EXPERTS"} & set(see | step)
 
 
 def test_it_puts_every_expert_into_its_own_section(pipeline: LoweredPipeline) -> None:

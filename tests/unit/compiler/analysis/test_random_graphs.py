@@ -1,0 +1,38 @@
+"""No element that is proved zero is ever anything else, over random functions of every rule."""
+
+from collections import Counter
+
+import pytest
+
+from compiler.analysis.zero_rules import ZERO_RULES
+from tests.unit.compiler.analysis.random_graphs import EMITTERS, check_graph
+
+EVERYDAY, FULL = 1_000, 20_000
+LEAST_OCCURRENCES = 50
+LEAST_SHARE_WITH_ZEROS = 0.3
+
+
+def run_campaign(seeds: range) -> None:
+    keys: Counter[str] = Counter()
+    with_zeros, violations = 0, []
+    for seed in seeds:
+        outcome = check_graph(seed)
+        keys += outcome.keys
+        with_zeros += outcome.zeros > 0
+        violations += outcome.violations
+    assert violations == []
+    assert {key: keys[key] for key in ZERO_RULES if keys[key] < LEAST_OCCURRENCES} == {}
+    assert with_zeros >= LEAST_SHARE_WITH_ZEROS * len(seeds)
+
+
+def test_it_proves_no_zero_that_is_not_one_in_a_thousand_graphs() -> None:
+    run_campaign(range(EVERYDAY))
+
+
+@pytest.mark.full
+def test_it_proves_no_zero_that_is_not_one_in_twenty_thousand_graphs() -> None:
+    run_campaign(range(EVERYDAY, EVERYDAY + FULL))
+
+
+def test_every_rule_has_an_emitter() -> None:
+    assert set(ZERO_RULES) - set(EMITTERS) == set()
