@@ -156,7 +156,7 @@ class Pipeline:
     Attributes:
         image: Present if the model sees pictures.
         tokens: Present if the model answers in words.
-        max_context: Key/value rows that the plan can hold; 0 without a cache.
+        max_context: The most rows of a context; 0 without a cache. A windowed cache holds fewer.
         max_step_tokens: The most tokens of one run.
     """
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from compiler.contract.errors import ContractError, LimitExceededError
+from compiler.contract.native import ContextLostError
 from compiler.contract.pipeline import COUNT, PREFILL, SEE, Pipeline, TokenSpec
 
 Buffer = bytes | bytearray | memoryview
@@ -64,6 +65,7 @@ class Session:
         self._pipeline = pipeline
         self._tokens: TokenSpec = pipeline.tokens
         self._seen = 0
+        self._image: bytes | None = None
         runner.kv_length = 0
 
     def see(self, image: Buffer) -> None:
@@ -81,9 +83,19 @@ class Session:
         if len(image) != spec.size_bytes:
             raise ContractError(f"picture of {len(image)} bytes, expected {spec.size_bytes}")
         self._seen = 0
+        self._image = bytes(image)
         self._runner.kv_length = 0
         see(self._runner, self._pipeline, image)
         self._seen = self._runner.kv_length
+
+    def _rewind(self) -> None:
+        """Go back to the picture; look again if a long answer went over its rows."""
+        try:
+            self._runner.kv_length = self._seen
+        except ContextLostError:
+            if self._image is None:
+                raise
+            self.see(self._image)
 
     def ask(self, prompt: str, words: Sequence[str] = ()) -> tuple[str, ...]:
         """Return the answer, in words, to the prompt of that name around `words`."""
@@ -105,7 +117,7 @@ class Session:
         room = self._pipeline.max_context - self._seen
         if len(prompt) > room:
             raise LimitExceededError(f"prompt of {len(prompt)} tokens, room for {room}")
-        self._runner.kv_length = self._seen
+        self._rewind()
         token, calls = self._feed(prompt, 0)
         position = len(prompt)
         out: list[int] = []

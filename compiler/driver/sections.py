@@ -19,6 +19,7 @@ from compiler.contract.plan_format import DTYPE_NAMES, Direction
 from compiler.emitters.memory import MemoryPlan
 from compiler.kernels.program import Module
 from compiler.passes.pipeline_spec import PipelineSpec
+from compiler.passes.plan_kv import window_of
 from compiler.quant.w4 import PackedW4, dequantise_w4, unpack_w4
 
 NO_NOISE_DB: Final = 200.0
@@ -39,10 +40,17 @@ def pipeline_section(spec: PipelineSpec, plan: Plan) -> Pipeline:
         )
         if tokens
         else None,
-        max_context=plan.kv.capacity if plan.kv else 0,
+        max_context=_longest_context(spec, plan),
         max_step_tokens=plan.max_tokens,
         programs={program.name: _program_spec(plan, program) for program in plan.programs},
     )
+
+
+def _longest_context(spec: PipelineSpec, plan: Plan) -> int:
+    """Return the most rows of a context: those of the cache, unless a window lets it go on."""
+    if plan.kv is None:
+        return 0
+    return plan.kv.capacity if window_of(spec) is None else spec.max_context
 
 
 def _program_spec(plan: Plan, program: PlanProgram) -> ProgramSpec:
