@@ -124,6 +124,7 @@ class _Compilation:
         """Return what is the same for every target, from the cache if it was made before."""
         facts: dict[str, Json] = {
             "files": dict(self.model_files),
+            "calibration": dict(self.calibration),
             "base": dict(section_digests(self.base)),
             "compiler": compiler_digest(),
         }
@@ -140,6 +141,7 @@ class _Compilation:
             self.directory,
             self.spec,
             self.model_files,
+            self.calibration,
             base,
             self.options.limits,
             self.cache,

@@ -1,6 +1,7 @@
 """The stages that are the same for every target: import, raise, quantise, plan.
 
-    files --lowered--> module --weight, one entry each--> packed weights --portable--> sections
+    files --lowered--> module ------------weight, one entry each--> packed weights --portable--> sections
+    cards --record---> what the module computes on them --'
 
 Each arrow is an entry of the cache keyed by the content of what stands left of it and by the
 compiler's sources. So a version that changes one expert imports again and packs that expert alone,
@@ -15,17 +16,20 @@ from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha
 from compiler.contract.plan import parse_plan
 from compiler.contract.planes import Plane
 from compiler.driver.base_grids import base_weights, kept_codes
+from compiler.driver.calibrate import record_cached
 from compiler.driver.cache import StageCache, cache_key
 from compiler.driver.lowering import Lowered, lower_submission
 from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
 from compiler.driver.records import UnkeepableError, from_parts, to_parts
-from compiler.driver.sections import memory_rows, pipeline_section, sqnr_rows
+from compiler.driver.sections import calibration_rows, memory_rows, pipeline_section, sqnr_rows
 from compiler.driver.stages import Portable, StageClock
 from compiler.emitters.plan import emit_plan
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.passes.pipeline_spec import PipelineSpec
+from compiler.quant.grid_search import OutputError
 from compiler.quant.module import PackedModule, PackedWeight, pack_module, pack_weight
+from compiler.quant.record import InputSample
 from compiler.quant.w4 import Floats, Grid, GridReport, PackedW4
 
 LOWERED: Final = "lowered"
@@ -37,6 +41,7 @@ def make_portable(
     directory: Path,
     spec: PipelineSpec,
     model_files: Mapping[str, str],
+    calibration: Mapping[str, str],
     base: tuple[Mapping[str, bytes], Mapping[str, tuple[Plane, ...]] | None],
     limits: ImportLimits,
     cache: StageCache,
@@ -48,9 +53,10 @@ def make_portable(
         directory: The submission.
         spec: Its `pipeline.json`.
         model_files: SHA-256 of every file that the importer reads, by name.
+        calibration: SHA-256 of the files of the calibration set, by name.
         base: Sections and planes of an older bundle; empty and None without one.
         limits: What importing it may cost.
-        cache: Where `lowered` and `weight` entries are.
+        cache: Where `lowered`, `record` and `weight` entries are.
         clock: Gets the times.
 
     Raises:
@@ -61,7 +67,10 @@ def make_portable(
     packing = _Packing(cache)
     with clock.stage("quantise"):
         old = base_weights(lowered.module, *base)
-        packed = pack_module(lowered.module, base=old, pack=packing.pack)
+        record = record_cached(
+            directory, spec, lowered.module, {**model_files, **calibration}, cache, clock
+        )
+        packed = pack_module(lowered.module, base=old, record=record, pack=packing.pack)
         sqnr = sqnr_rows(lowered.module, packed.packed)
     with clock.stage("plan"):
         emitted = emit_plan(lowered.module, weights_packed=packed.packed)
@@ -72,6 +81,7 @@ def make_portable(
         "sqnr_db": sqnr,
         "weight_bytes": weight_kinds(plan),
         "memory": memory_rows(emitted.memory),
+        "calibration": calibration_rows(lowered.module, packed.errors) if record else None,
         "notes": list(lowered.notes),
         "base": _base_facts(packed, old),
     }
@@ -130,44 +140,55 @@ class _Packing:
         self.found = 0
         self._cache = cache
 
-    def pack(self, array: Floats, grid: Grid | None) -> PackedWeight:
+    def pack(
+        self, array: Floats, grid: Grid | None, sample: InputSample | None = None
+    ) -> PackedWeight:
         """Pack one matrix, or return what packing it gave before."""
-        key = cache_key(WEIGHT, _weight_facts(array, grid))
+        key = cache_key(WEIGHT, _weight_facts(array, grid, sample))
         parts = self._cache.get(WEIGHT, key)
         if parts is not None:
             self.found += 1
             return _unpack(parts)
-        packed = pack_weight(array, grid)
+        packed = pack_weight(array, grid, sample)
         self._cache.put(WEIGHT, key, _pack(packed))
         return packed
 
 
-def _weight_facts(array: Floats, grid: Grid | None) -> dict[str, Json]:
+def _weight_facts(
+    array: Floats, grid: Grid | None, sample: InputSample | None
+) -> dict[str, Json]:
     return {
         "shape": list(array.shape),
         "dtype": array.dtype.str,
         "sha256": sha256_hex(array.tobytes()),
         "scales": sha256_hex(grid.scales.tobytes()) if grid else "",
         "rows": sha256_hex(grid.rows.tobytes()) if grid else "",
+        "sample": sha256_hex(sample.rows.tobytes() + sample.scales.tobytes()) if sample else "",
         "compiler": compiler_digest(),
     }
 
 
 def _pack(weight: PackedWeight) -> dict[str, bytes]:
-    packed, report = weight
+    packed, report, error = weight
     head: dict[str, Json] = {
         "n": packed.n,
         "k": packed.k,
         "report": [report.groups, report.groups_refreshed, report.rows_refreshed],
+        "error": [error.rows, error.plain, error.found] if error else [],
     }
     return {"head": canonical_bytes(head), **{name: getattr(packed, name) for name in _PARTS}}
 
 
 def _unpack(parts: Mapping[str, bytes]) -> PackedWeight:
     head: Mapping[str, object] = parse_object(parts["head"])
-    n, k, report = head["n"], head["k"], head["report"]
+    n, k, report, error = head["n"], head["k"], head["report"], head["error"]
     assert isinstance(n, int)
     assert isinstance(k, int)
     assert isinstance(report, list)
+    assert isinstance(error, list)
     codes, scales, rows = (parts[name] for name in _PARTS)
-    return PackedW4(n, k, codes, scales, rows), GridReport(*report)
+    return PackedWeight(
+        PackedW4(n, k, codes, scales, rows),
+        GridReport(*report),
+        OutputError(*error) if error else None,
+    )

@@ -1,7 +1,7 @@
 """Facts of a compiled model that need more than its plan: the `pipeline` section, SQNR."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
@@ -17,9 +17,10 @@ from compiler.contract.pipeline import (
 from compiler.contract.plan import Plan, PlanProgram
 from compiler.contract.plan_format import DTYPE_NAMES, Direction
 from compiler.emitters.memory import MemoryPlan
-from compiler.kernels.program import Module
+from compiler.kernels.program import Module, Weight
 from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.passes.plan_kv import window_of
+from compiler.quant.grid_search import OutputError
 from compiler.quant.w4 import PackedW4, dequantise_w4, unpack_w4
 
 NO_NOISE_DB: Final = 200.0
@@ -65,16 +66,36 @@ def _program_spec(plan: Plan, program: PlanProgram) -> ProgramSpec:
 
 def sqnr_rows(module: Module, packed: Mapping[int, PackedW4]) -> dict[str, Json]:
     """Return signal to quantisation noise, dB, per W4 weight (`section#number`)."""
+    return {
+        name: round(_sqnr_db(weight.array, dequantise_w4(unpack_w4(packed[weight.id]))), 2)
+        for name, weight in named_weights(module)
+    }
+
+
+def calibration_rows(module: Module, errors: Mapping[int, OutputError]) -> dict[str, Json]:
+    """Return output errors on the calibration rows per W4 weight, beside those of plain scales.
+
+    A weight that calibration never reached has no row.
+    """
+    return {
+        name: {
+            "rows": error.rows,
+            "plain_mse": float(f"{error.plain:.4g}"),
+            "mse": float(f"{error.found:.4g}"),
+            "reduction": round(error.reduction, 4),
+        }
+        for name, weight in named_weights(module)
+        if (error := errors.get(weight.id)) is not None
+    }
+
+
+def named_weights(module: Module) -> Iterable[tuple[str, Weight]]:
+    """Yield the W4 weights with the names that reports give them, `section#number`."""
     counts: Counter[str] = Counter()
-    rows: dict[str, Json] = {}
     for weight in module.weights:
-        if weight.kind != "w4":
-            continue
-        name = f"{weight.section}#{counts[weight.section]}"
-        counts[weight.section] += 1
-        stored = dequantise_w4(unpack_w4(packed[weight.id]))
-        rows[name] = round(_sqnr_db(weight.array, stored), 2)
-    return rows
+        if weight.kind == "w4":
+            yield f"{weight.section}#{counts[weight.section]}", weight
+            counts[weight.section] += 1
 
 
 def _sqnr_db(original: np.ndarray, stored: np.ndarray) -> float:

@@ -1,6 +1,6 @@
 """What the stages of a compilation hand over, and how long they took."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -42,6 +42,12 @@ class StageClock:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + perf_counter() - start
+
+    def within(self, name: str) -> Callable[[float], None]:
+        """Return a function that reports the share done of a stage."""
+        later = [share for share in _SHARES.values() if share > _SHARES[name]]
+        start, end = _SHARES[name], min(later, default=1.0)
+        return lambda share: self._progress(name, start + (end - start) * share)
 
     def skip(self, name: str) -> None:
         """Note that a stage's result came from the cache; work in it later takes that back."""

@@ -1,9 +1,12 @@
 """Quantise and pack every W4 weight of a lowered module."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from compiler.kernels.program import Module
+from compiler.quant.grid_search import OutputError, search_grid
+from compiler.quant.record import CalibrationRecord, InputSample
 from compiler.quant.w4 import (
     Floats,
     Grid,
@@ -14,32 +17,50 @@ from compiler.quant.w4 import (
     unpack_w4,
 )
 
-PackedWeight = tuple[PackedW4, GridReport]
+
+class PackedWeight(NamedTuple):
+    """One packed matrix, how much of its frozen grid survived, and what its search achieved."""
+
+    packed: PackedW4
+    report: GridReport
+    error: OutputError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PackedModule:
-    """Packed weights by id, and how much of the frozen grids survived (by id)."""
+    """Packed weights, how much of the frozen grids survived, and errors of searched grids, by id."""
 
     packed: Mapping[int, PackedW4]
     reports: Mapping[int, GridReport]
+    errors: Mapping[int, OutputError] = field(default_factory=dict)
 
 
-def pack_weight(array: Floats, grid: Grid | None) -> PackedWeight:
-    """Quantise and pack one (N, K) matrix, onto a frozen grid if there is one.
+def pack_weight(
+    array: Floats, grid: Grid | None, sample: InputSample | None = None
+) -> PackedWeight:
+    """Quantise and pack one (N, K) matrix.
+
+    Args:
+        array: The matrix.
+        grid: Scales to keep.
+        sample: Without a grid, scales are searched for the least error on these rows.
 
     Raises:
         QuantError: The weight cannot be packed.
     """
-    matrix = quantise_w4(array, grid)
-    return pack_w4(matrix), matrix.report
+    if grid is not None or sample is None:
+        matrix = quantise_w4(array, grid)
+        return PackedWeight(pack_w4(matrix), matrix.report)
+    matrix, error = search_grid(array, sample)
+    return PackedWeight(pack_w4(matrix), matrix.report, error)
 
 
 def pack_module(
     module: Module,
     *,
     base: Mapping[int, PackedW4] | None = None,
-    pack: Callable[[Floats, Grid | None], PackedWeight] = pack_weight,
+    record: CalibrationRecord | None = None,
+    pack: Callable[[Floats, Grid | None, InputSample | None], PackedWeight] = pack_weight,
 ) -> PackedModule:
     """Quantise and pack the `w4` weights of a module.
 
@@ -47,18 +68,24 @@ def pack_module(
         module: A lowered module.
         base: Packed weights of an older version, by weight id. Where one has the same shape its
             scales are frozen, so that unchanged values keep their bytes.
+        record: What calibration saw; scales that are not frozen are searched for the least error
+            on it.
         pack: Packs one weight; the driver gives one that remembers.
 
     Raises:
         QuantError: A weight cannot be packed.
     """
-    packed: dict[int, PackedW4] = {}
-    reports: dict[int, GridReport] = {}
+    found: dict[int, PackedWeight] = {}
     for weight in module.weights:
         if weight.kind == "w4":
             grid = _grid_of((base or {}).get(weight.id), weight.array)
-            packed[weight.id], reports[weight.id] = pack(weight.array, grid)
-    return PackedModule(packed, reports)
+            sample = record.sample(weight.id) if record and grid is None else None
+            found[weight.id] = pack(weight.array, grid, sample)
+    return PackedModule(
+        packed={at: one.packed for at, one in found.items()},
+        reports={at: one.report for at, one in found.items()},
+        errors={at: one.error for at, one in found.items() if one.error is not None},
+    )
 
 
 def _grid_of(old: PackedW4 | None, array: Floats) -> Grid | None:

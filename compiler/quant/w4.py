@@ -104,15 +104,9 @@ def quantise_w4(weight: Floats, grid: Grid | None = None) -> W4Matrix:
     Raises:
         QuantError: The matrix is not finite, too wide, or the grid has another shape.
     """
-    if weight.ndim != 2 or not 1 <= weight.shape[1] <= MAX_K or weight.shape[0] < 1:
-        raise QuantError(f"a matrix of shape {weight.shape} cannot be packed")
-    if not np.isfinite(weight).all():
-        raise QuantError("the matrix holds infinities or NaN")
-    values = _grouped(np.ascontiguousarray(weight, dtype=np.float32))
-    if grid is not None and (
-        grid.scales.shape != values.shape[:2] or grid.rows.shape != values.shape[:1]
-    ):
-        raise QuantError(f"a grid of {grid.scales.shape} does not fit {values.shape[:2]} groups")
+    values = grouped(weight)
+    if grid is not None:
+        _require_fit(values, grid)
     parts = [
         _quantise_rows(values[at : at + _ROWS_AT_ONCE], _slice_grid(grid, at))
         for at in range(0, len(values), _ROWS_AT_ONCE)
@@ -127,6 +121,32 @@ def quantise_w4(weight: Floats, grid: Grid | None = None) -> W4Matrix:
     scales = np.concatenate([part[1].scales for part in parts])
     rows = np.concatenate([part[1].rows for part in parts])
     return W4Matrix(np.ascontiguousarray(codes), Grid(scales, rows), report)
+
+
+def fresh_grid(values: Floats) -> tuple[Grid, Floats]:
+    """Return the scales of least squared error on the weights alone.
+
+    Args:
+        values: (N, G, 32), see `grouped`.
+
+    Returns:
+        The grid, and the least squared error (N, G) of each group over free step sizes.
+    """
+    best = _best_steps(values)
+    return _grid_near(values, best), _errors(values, best)
+
+
+def on_grid(weight: Floats, grid: Grid) -> W4Matrix:
+    """Quantise a matrix (N, K) to the nearest codes on exactly this grid.
+
+    Raises:
+        QuantError: As `quantise_w4` says.
+    """
+    values = grouped(weight)
+    _require_fit(values, grid)
+    codes = _codes(values, grid.scales, grid.rows)
+    codes = codes.reshape(len(codes), -1)[:, : weight.shape[1]]
+    return W4Matrix(np.ascontiguousarray(codes), grid, GridReport(grid.scales.size))
 
 
 def dequantise_w4(matrix: W4Matrix) -> Floats:
@@ -191,13 +211,26 @@ def unpack_w4(packed: PackedW4) -> W4Matrix:
     return W4Matrix(np.ascontiguousarray(codes[:n, :k]), Grid(scales, rows), report)
 
 
-def _grouped(weight: Floats) -> Floats:
-    """Return (N, G, 32), zero padded."""
+def grouped(weight: Floats) -> Floats:
+    """Return a matrix as (N, G, 32) f32, zero padded.
+
+    Raises:
+        QuantError: The matrix is not finite, or too wide.
+    """
+    if weight.ndim != 2 or not 1 <= weight.shape[1] <= MAX_K or weight.shape[0] < 1:
+        raise QuantError(f"a matrix of shape {weight.shape} cannot be packed")
+    if not np.isfinite(weight).all():
+        raise QuantError("the matrix holds infinities or NaN")
     n, k = weight.shape
     groups = -(-k // GROUP)
     padded = np.zeros((n, groups * GROUP), np.float32)
     padded[:, :k] = weight
     return padded.reshape(n, groups, GROUP)
+
+
+def _require_fit(values: Floats, grid: Grid) -> None:
+    if grid.scales.shape != values.shape[:2] or grid.rows.shape != values.shape[:1]:
+        raise QuantError(f"a grid of {grid.scales.shape} does not fit {values.shape[:2]} groups")
 
 
 def _slice_grid(grid: Grid | None, at: int) -> Grid | None:
@@ -238,7 +271,11 @@ def _quantise_rows(values: Floats, frozen: Grid | None) -> tuple[Codes, Grid, in
 
 def _fresh_grid(values: Floats) -> Grid:
     """Choose r so that the widest group has s = 255, then s per group of least squared error."""
-    best = _best_steps(values)
+    return _grid_near(values, _best_steps(values))
+
+
+def _grid_near(values: Floats, best: Floats) -> Grid:
+    """Return the grid of least error near the step sizes (N, G) that suit each group best."""
     rows = (best.max(axis=1) / np.float32(MAX_SCALE)).astype(np.float32)
     middle = _nearest_scale(best, rows[:, None]).astype(np.int32)
     chosen = np.clip(middle, 1, MAX_SCALE)

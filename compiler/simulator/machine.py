@@ -1,7 +1,7 @@
 """Run a module's programs over numpy, with a key/value cache: a stand-in for the native plan."""
 
-from collections.abc import Mapping
-from typing import Any, Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,21 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
 }
 
 
+class Observer(Protocol):
+    """Sees what a simulator computes; must not change any array."""
+
+    def product(self, weight: int, x: Array) -> None:
+        """Take the real rows (R, K) that W4 weight number `weight` is multiplied with."""
+
+    def call(
+        self, program: str, call: Call, inputs: Sequence[Array | None], outputs: Sequence[Array]
+    ) -> None:
+        """Take operands and results of a finished call."""
+
+    def ran(self) -> None:
+        """Take note that a program finished."""
+
+
 class Simulator:
     """The reference interpreter.
 
@@ -42,7 +57,11 @@ class Simulator:
     """
 
     def __init__(
-        self, module: Module, packed: Mapping[int, PackedW4] | None = None, mode: Mode = "bits"
+        self,
+        module: Module,
+        packed: Mapping[int, PackedW4] | None = None,
+        mode: Mode = "bits",
+        observer: Observer | None = None,
     ) -> None:
         """Prepare a module.
 
@@ -50,15 +69,20 @@ class Simulator:
             module: A valid module.
             packed: Packed form of every W4 weight, by id; only mode `bits` needs it.
             mode: Which arithmetic.
+            observer: Sees every W4 product and every call.
 
         Raises:
             ProgramError: The module is invalid.
         """
         validate_module(module)
         self._module = module
+        product = None if observer is None else observer.product
         self._numerics: Numerics = (
-            Bits(module.weights, dict(packed or {})) if mode == "bits" else Exact(module.weights)
+            Bits(module.weights, dict(packed or {}), product)
+            if mode == "bits"
+            else Exact(module.weights, product)
         )
+        self._observer = observer
         self._programs = {program.name: program for program in module.programs}
         self._params = {
             program.name: [call_params(call) for call in program.calls]
@@ -132,6 +156,9 @@ class Simulator:
         with np.errstate(all="ignore"):
             for call, params in zip(chosen.calls, self._params[program], strict=True):
                 self._execute(call, params, values)
+                self._show(program, call, values)
+        if self._observer is not None:
+            self._observer.ran()
         if self._cache is not None:
             self._cache.length += appended
         return {role: values[at] for role, at in chosen.outputs.items()}
@@ -155,6 +182,11 @@ class Simulator:
         for at, result in zip(call.outputs, OPERATIONS[call.op](step), strict=True):
             buffer = self._buffer(at)
             values[at] = result.reshape(-1, buffer.cols)
+
+    def _show(self, program: str, call: Call, values: Mapping[int, Array]) -> None:
+        if self._observer is not None:
+            inputs = [None if at == ABSENT else values[at] for at in call.inputs]
+            self._observer.call(program, call, inputs, [values[at] for at in call.outputs])
 
     def _program(self, name: str, inputs: Mapping[str, object]) -> Program:
         if name not in self._programs:

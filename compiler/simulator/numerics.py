@@ -4,6 +4,7 @@
 activations against W4 weights. `Exact` does the same mathematics in f64 on the original weights.
 """
 
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -13,14 +14,17 @@ from compiler.contract.native import NotFiniteError
 from compiler.contract.operations import Act
 from compiler.kernels.constants import EXP, LOG, SMALLEST_AMAX
 from compiler.kernels.program import Weight
+from compiler.quant.products import small_products
 from compiler.quant.w4 import PackedW4, integer_w4, unpack_w4
 
 Array = NDArray[Any]
 Floats = NDArray[Any]
 
+Product = Callable[[int, Floats], None]
+"""Receives, before each W4 product, the weight's number and the real rows (R, K)."""
+
 _LANES: Final = 8
 _F32: Final = np.float32
-_MOST_PRODUCTS: Final = 1 << 18
 
 
 class Numerics(Protocol):
@@ -81,7 +85,13 @@ class Bits:
 
     dtype: type[np.floating[Any]] = _F32
 
-    def __init__(self, weights: tuple[Weight, ...], packed: dict[int, PackedW4]) -> None:
+    def __init__(
+        self,
+        weights: tuple[Weight, ...],
+        packed: dict[int, PackedW4],
+        product: Product | None = None,
+    ) -> None:
+        self._product = product
         self._integers: dict[int, Floats] = {}
         self._rows: dict[int, Floats] = {}
         for weight in weights:
@@ -159,7 +169,9 @@ class Bits:
 
     def linear(self, x: Floats, scale: Floats, weight: int) -> Floats:
         """Return exact integer sums, times row scale and activation scale."""
-        sums = _small_products(x, self._integers[weight]).astype(_F32)
+        if self._product is not None:
+            self._product(weight, x * scale)
+        sums = small_products(x, self._integers[weight]).astype(_F32)
         y: Floats = sums * (self._rows[weight] * scale)
         return y
 
@@ -169,7 +181,8 @@ class Exact:
 
     dtype: type[np.floating[Any]] = np.float64
 
-    def __init__(self, weights: tuple[Weight, ...]) -> None:
+    def __init__(self, weights: tuple[Weight, ...], product: Product | None = None) -> None:
+        self._product = product
         self._weights = {w.id: w.array.astype(np.float64).T for w in weights if w.kind == "w4"}
 
     def exp(self, x: Floats) -> Floats:
@@ -200,21 +213,9 @@ class Exact:
 
     def linear(self, x: Floats, scale: Floats, weight: int) -> Floats:
         """Return the product with the original weight."""
-        return np.multiply(x @ self._weights[weight], scale)
-
-
-def _small_products(x: Floats, weight: Floats) -> Floats:
-    """Return x @ weight in pieces that BLAS does on the calling thread.
-
-    Waking its other threads costs more than these products take, many times more on a busy machine.
-    """
-    rows = len(x)
-    at_once = max(2, _MOST_PRODUCTS // weight.size)
-    if rows == 1:
-        x = np.repeat(x, 2, axis=0)
-    return np.concatenate([x[at : at + at_once] @ weight for at in range(0, len(x), at_once)])[
-        :rows
-    ]
+        if self._product is not None:
+            self._product(weight, x)
+        return np.multiply(small_products(x, self._weights[weight]), scale)
 
 
 def _blocks(x: Floats) -> Floats:

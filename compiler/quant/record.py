@@ -1,0 +1,342 @@
+"""What a calibration run saw: inputs of W4 products, zeros in them, and what routers chose.
+
+The driver runs calibration cards through the simulator in f64 with a `Recorder` as its observer;
+`Recorder.finish` gives a `CalibrationRecord`, which grid search, router search and statistics read.
+The same cards give the same record, byte for byte. Memory is bounded by the named limits: rows
+beyond a limit are thinned to every second, fourth, ... row, in order.
+
+Weights that read the same buffers (query, key and value; a stack's gate and up) share one sample.
+"""
+
+import io
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compiler.contract.operations import Op
+from compiler.contract.session import SEE
+from compiler.kernels.program import ABSENT, Call, Module, Program
+from compiler.quant.w4 import QuantError
+
+SAMPLE_BYTES: Final = 64 * 1024
+"""Bytes of int8 rows kept per distinct input; its rows are also at most `MAX_ROWS`."""
+MAX_ROWS: Final = 256
+MIN_ROWS: Final = 32
+MAX_ROUTER_ROWS: Final = 4096
+MAX_ROUTER_BYTES: Final = 4 * 1024 * 1024
+_A8: Final = 127.0
+
+Floats = NDArray[np.float32]
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputSample:
+    """What one or more W4 weights were multiplied with.
+
+    Attributes:
+        rows: (R, K) i8 activations as the device quantises them.
+        scales: (R,) f32, one per row.
+        seen: Rows that passed, of which `rows` is a sample.
+        zeros: (K,) i64, how many of the rows seen were exactly zero, per channel.
+        energy: (K,) f64, mean square per channel over the rows seen.
+    """
+
+    rows: NDArray[np.int8]
+    scales: Floats
+    seen: int
+    zeros: NDArray[np.int64]
+    energy: NDArray[np.float64]
+
+    @property
+    def zero_ratio(self) -> NDArray[np.float64]:
+        """(K,) share of zeros per channel; 0 if nothing was seen."""
+        return self.zeros / max(1, self.seen)
+
+    def values(self) -> NDArray[np.float64]:
+        """Return the rows as (R, K) f64 real values."""
+        return self.rows.astype(np.float64) * self.scales.astype(np.float64)[:, None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterSample:
+    """What one router saw and chose, row by row, in order.
+
+    Attributes:
+        layer: Number of the expert layer, as in `expert.L<layer>.E<expert>`.
+        weight: Weight id of the router matrix (E, D).
+        bias: Weight id of its bias, or `ABSENT`.
+        inputs: (R, D) f32.
+        index: (R, k) u16, experts chosen, best first.
+        run: (R,) i32, number of the program run that a row belongs to.
+        vision: (R,) bool, whether that program sees a picture.
+    """
+
+    layer: int
+    weight: int
+    bias: int
+    inputs: Floats
+    index: NDArray[np.uint16]
+    run: NDArray[np.int32]
+    vision: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRecord:
+    """Everything a calibration run left behind.
+
+    Attributes:
+        source_of: Number of the input sample, by id of the W4 weight that reads it.
+        samples: Input samples by number; one without rows was never reached.
+        routers: One per expert layer, by layer.
+    """
+
+    source_of: Mapping[int, int]
+    samples: tuple[InputSample, ...]
+    routers: tuple[RouterSample, ...]
+
+    def sample(self, weight: int) -> InputSample | None:
+        """Return what a weight was multiplied with, or None if nothing is known."""
+        number = self.source_of.get(weight)
+        if number is None or not self.samples[number].seen:
+            return None
+        return self.samples[number]
+
+    def to_bytes(self) -> bytes:
+        """Return the record as one archive; `from_bytes` reads it."""
+        arrays: dict[str, Array] = {
+            "source_of": np.array(sorted(self.source_of.items()), np.int64).reshape(-1, 2)
+        }
+        for at, sample in enumerate(self.samples):
+            for name in _SAMPLE_FIELDS:
+                arrays[f"sample.{at}.{name}"] = np.asarray(getattr(sample, name))
+        for at, router in enumerate(self.routers):
+            for name in _ROUTER_FIELDS:
+                arrays[f"router.{at}.{name}"] = np.asarray(getattr(router, name))
+        data = io.BytesIO()
+        np.savez(data, allow_pickle=False, **arrays)
+        return data.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "CalibrationRecord":
+        """Return what `to_bytes` wrote.
+
+        Raises:
+            QuantError: The bytes are no record.
+        """
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+                arrays = {name: archive[name] for name in archive.files}
+            pairs = arrays["source_of"].tolist()
+            return cls(
+                source_of={int(weight): int(number) for weight, number in pairs},
+                samples=tuple(_sample(fields) for fields in _numbered(arrays, "sample")),
+                routers=tuple(_router(fields) for fields in _numbered(arrays, "router")),
+            )
+        except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+            raise QuantError(f"not a calibration record: {error}") from error
+
+
+_SAMPLE_FIELDS: Final = ("rows", "scales", "seen", "zeros", "energy")
+_ROUTER_FIELDS: Final = ("layer", "weight", "bias", "inputs", "index", "run", "vision")
+
+
+def _numbered(arrays: Mapping[str, Array], kind: str) -> list[dict[str, Array]]:
+    found: dict[int, dict[str, Array]] = {}
+    for name, array in arrays.items():
+        parts = name.split(".")
+        if parts[0] == kind:
+            found.setdefault(int(parts[1]), {})[parts[2]] = array
+    return [found[at] for at in sorted(found)]
+
+
+def _sample(fields: Mapping[str, Array]) -> InputSample:
+    values: dict[str, Any] = {**fields, "seen": int(fields["seen"])}
+    return InputSample(**values)
+
+
+def _router(fields: Mapping[str, Array]) -> RouterSample:
+    numbers = {name: int(fields[name]) for name in ("layer", "weight", "bias")}
+    values: dict[str, Any] = {**fields, **numbers}
+    return RouterSample(**values)
+
+
+class _Thinned:
+    """Rows in order, at most `most`: every `stride`-th of those that passed."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._stride = 1
+        self._next = 0
+        self._rows: list[tuple[Array, ...]] = []
+        self._held = 0
+
+    def add(self, *columns: Array) -> None:
+        """Take rows, given as arrays of one length."""
+        count = len(columns[0])
+        chosen = slice(self._next, None, self._stride)
+        taken = len(range(count)[chosen])
+        self._next = self._next + taken * self._stride - count
+        if taken:
+            self._rows.append(tuple(np.array(column[chosen]) for column in columns))
+            self._held += taken
+        while self._held > self._most:
+            self._halve()
+
+    def columns(self) -> tuple[Array, ...]:
+        """Return all rows kept, joined; empty if none passed."""
+        return tuple(np.concatenate(parts) for parts in zip(*self._rows, strict=True))
+
+    def _halve(self) -> None:
+        joined = self.columns()
+        self._rows = [tuple(column[::2].copy() for column in joined)]
+        if self._held % 2:
+            self._next += self._stride
+        self._stride *= 2
+        self._held = len(self._rows[0][0])
+
+
+class _Inputs:
+    """Collects one `InputSample`."""
+
+    def __init__(self, width: int) -> None:
+        self._kept = _Thinned(min(MAX_ROWS, max(MIN_ROWS, SAMPLE_BYTES // width)))
+        self._seen = 0
+        self._zeros = np.zeros(width, np.int64)
+        self._squares = np.zeros(width)
+
+    def add(self, x: Array) -> None:
+        self._kept.add(x)
+        self._seen += len(x)
+        self._zeros += (x == 0).sum(axis=0)
+        self._squares += np.square(x, dtype=np.float64).sum(axis=0)
+
+    def finish(self) -> InputSample:
+        columns = self._kept.columns()
+        x = columns[0] if columns else np.zeros((0, len(self._zeros)))
+        widest = np.abs(x).max(axis=1, initial=0.0)
+        inverse = np.where(widest > 0, _A8 / np.where(widest > 0, widest, 1), 0.0)
+        return InputSample(
+            rows=np.rint(x * inverse[:, None]).astype(np.int8),
+            scales=(widest / _A8).astype(np.float32),
+            seen=self._seen,
+            zeros=self._zeros,
+            energy=self._squares / max(1, self._seen),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    layer: int
+    program: str
+    call: Call
+
+
+class Recorder:
+    """An observer of the simulator: feed it runs, then `finish`."""
+
+    def __init__(self, module: Module) -> None:
+        """Prepare for the W4 products and routers of a module."""
+        self._source_of = _sources(module)
+        widths = {
+            number: module.weights[weight].array.shape[1]
+            for weight, number in self._source_of.items()
+        }
+        self._inputs = [_Inputs(widths[number]) for number in sorted(widths)]
+        self._first = {number: weight for weight, number in reversed(self._source_of.items())}
+        self._layers = {
+            id(call): layer
+            for program in module.programs
+            for call, layer in _route_layers(module, program)
+        }
+        self._routes: dict[int, tuple[Call, _Thinned]] = {}
+        self._run = 0
+
+    def product(self, weight: int, x: Array) -> None:
+        """Note the real-valued rows (R, K) that W4 weight number `weight` is multiplied with."""
+        number = self._source_of.get(weight)
+        if number is not None and self._first[number] == weight:
+            self._inputs[number].add(x)
+
+    def call(
+        self, program: str, call: Call, inputs: Sequence[Array | None], outputs: Sequence[Array]
+    ) -> None:
+        """Note a finished call."""
+        layer = self._layers.get(id(call))
+        if layer is None or inputs[0] is None:
+            return
+        rows = len(inputs[0])
+        width = max(1, inputs[0].shape[1])
+        most = min(MAX_ROUTER_ROWS, MAX_ROUTER_BYTES // (4 * width))
+        _, kept = self._routes.setdefault(layer, (call, _Thinned(max(MIN_ROWS, most))))
+        kept.add(
+            inputs[0].astype(np.float32),
+            outputs[0].astype(np.uint16),
+            np.full(rows, self._run, np.int32),
+            np.full(rows, program == SEE, np.bool_),
+        )
+
+    def ran(self) -> None:
+        """Note the end of a program's run."""
+        self._run += 1
+
+    def finish(self) -> CalibrationRecord:
+        """Return what was seen."""
+        return CalibrationRecord(
+            source_of=self._source_of,
+            samples=tuple(inputs.finish() for inputs in self._inputs),
+            routers=tuple(
+                _router_sample(layer, *self._routes[layer]) for layer in sorted(self._routes)
+            ),
+        )
+
+
+def _router_sample(layer: int, call: Call, kept: _Thinned) -> RouterSample:
+    inputs, index, run, vision = kept.columns()
+    bias = call.weights[1] if len(call.weights) > 1 else ABSENT
+    return RouterSample(layer, call.weights[0], bias, inputs, index, run, vision)
+
+
+def _sources(module: Module) -> dict[int, int]:
+    """Return, by W4 weight, the number of the set of buffers that it is multiplied with.
+
+    Both matrices of an expert have inputs of their own: rows are routed, and hidden rows have no
+    buffer.
+    """
+    read: dict[int, set[tuple[str, int]]] = {}
+    for program in module.programs:
+        for call in program.calls:
+            for weight in call.weights:
+                if weight == ABSENT or module.weights[weight].kind != "w4":
+                    continue
+                own = call.op is Op.EXPERTS
+                place = ("weight", weight) if own else ("buffer", call.inputs[0])
+                read.setdefault(weight, set()).add(place)
+    numbers: dict[frozenset[tuple[str, int]], int] = {}
+    return {
+        weight: numbers.setdefault(frozenset(places), len(numbers))
+        for weight, places in sorted(read.items())
+    }
+
+
+def _route_layers(module: Module, program: Program) -> list[tuple[Call, int]]:
+    """Return the routers of a program with the expert layer that each one serves."""
+    experts = {
+        call.inputs[1]: _layer(module.weights[call.weights[0]].section)
+        for call in program.calls
+        if call.op is Op.EXPERTS
+    }
+    return [
+        (call, experts[call.outputs[0]])
+        for call in program.calls
+        if call.op is Op.ROUTE and call.outputs[0] in experts
+    ]
+
+
+def _layer(section: str) -> int:
+    """Return the layer of a section `expert.L<layer>.E<expert>`."""
+    return int(section.split(".")[1].removeprefix("L"))
