@@ -19,7 +19,9 @@ from compiler.contract.selftest import run_selftest
 PASSED: Final = 0
 FAILED: Final = 1
 BROKEN: Final = 2
-NOT_WEIGHTS: Final = frozenset(("plan", "kernels", "pipeline", "selftest"))
+NOT_WEIGHTS: Final = frozenset(
+    ("plan", "kernels", "pipeline", "selftest", "router_stats", "expert_groups")
+)
 
 
 def load_plan(directory: Path) -> NativePlan:

@@ -5,7 +5,7 @@ record. The record is a stage of its own in the cache: it depends on the submiss
 on the target nor on an older bundle.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 

@@ -1,7 +1,7 @@
 """The stages that are the same for every target: import, raise, quantise, plan.
 
-    files --lowered--> module ------------weight, one entry each--> packed weights --portable--> sections
-    cards --record---> what the module computes on them --'
+    files --lowered--> module --weight, one entry each--> packed weights --portable--> sections
+    module, cards --record--> what the module computes on them, for scales that are searched
 
 Each arrow is an entry of the cache keyed by the content of what stands left of it and by the
 compiler's sources. So a version that changes one expert imports again and packs that expert alone,
@@ -16,12 +16,13 @@ from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha
 from compiler.contract.plan import parse_plan
 from compiler.contract.planes import Plane
 from compiler.driver.base_grids import base_weights, kept_codes
-from compiler.driver.calibrate import record_cached
 from compiler.driver.cache import StageCache, cache_key
+from compiler.driver.calibrate import record_cached
 from compiler.driver.lowering import Lowered, lower_submission
 from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
 from compiler.driver.records import UnkeepableError, from_parts, to_parts
+from compiler.driver.routing import learn_routing
 from compiler.driver.sections import calibration_rows, memory_rows, pipeline_section, sqnr_rows
 from compiler.driver.stages import Portable, StageClock
 from compiler.emitters.plan import emit_plan
@@ -70,10 +71,11 @@ def make_portable(
         record = record_cached(
             directory, spec, lowered.module, {**model_files, **calibration}, cache, clock
         )
-        packed = pack_module(lowered.module, base=old, record=record, pack=packing.pack)
+        learned = learn_routing(lowered.module, record)
+        packed = pack_module(learned.module, base=old, record=record, pack=packing.pack)
         sqnr = sqnr_rows(lowered.module, packed.packed)
     with clock.stage("plan"):
-        emitted = emit_plan(lowered.module, weights_packed=packed.packed)
+        emitted = emit_plan(learned.module, weights_packed=packed.packed)
         plan = parse_plan(emitted.plan_bytes)
         pipeline = pipeline_section(spec, plan)
     facts: dict[str, Json] = {
@@ -82,10 +84,16 @@ def make_portable(
         "weight_bytes": weight_kinds(plan),
         "memory": memory_rows(emitted.memory),
         "calibration": calibration_rows(lowered.module, packed.errors) if record else None,
+        **learned.facts,
         "notes": list(lowered.notes),
         "base": _base_facts(packed, old),
     }
-    sections = {**emitted.sections, "plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
+    sections = {
+        **emitted.sections,
+        **learned.sections,
+        "plan": emitted.plan_bytes,
+        "pipeline": pipeline.to_bytes(),
+    }
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     return Portable(sections, emitted.planes, lowered.ir_text, facts)
 
@@ -154,9 +162,7 @@ class _Packing:
         return packed
 
 
-def _weight_facts(
-    array: Floats, grid: Grid | None, sample: InputSample | None
-) -> dict[str, Json]:
+def _weight_facts(array: Floats, grid: Grid | None, sample: InputSample | None) -> dict[str, Json]:
     return {
         "shape": list(array.shape),
         "dtype": array.dtype.str,

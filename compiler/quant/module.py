@@ -28,7 +28,7 @@ class PackedWeight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedModule:
-    """Packed weights, how much of the frozen grids survived, and errors of searched grids, by id."""
+    """By weight id: packed weights, how much of frozen grids survived, errors of searched ones."""
 
     packed: Mapping[int, PackedW4]
     reports: Mapping[int, GridReport]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from compiler.contract.operations import Op
 from compiler.contract.session import SEE
-from compiler.kernels.program import ABSENT, Call, Module, Program
+from compiler.kernels.program import ABSENT, Call, Module, Program, call_params
 from compiler.quant.w4 import QuantError
 
 SAMPLE_BYTES: Final = 64 * 1024
@@ -74,6 +74,7 @@ class RouterSample:
         index: (R, k) u16, experts chosen, best first.
         run: (R,) i32, number of the program run that a row belongs to.
         vision: (R,) bool, whether that program sees a picture.
+        by_logits: Whether the k greatest logits are chosen, without corrections or groups.
     """
 
     layer: int
@@ -83,6 +84,7 @@ class RouterSample:
     index: NDArray[np.uint16]
     run: NDArray[np.int32]
     vision: NDArray[np.bool_]
+    by_logits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class CalibrationRecord:
 
 
 _SAMPLE_FIELDS: Final = ("rows", "scales", "seen", "zeros", "energy")
-_ROUTER_FIELDS: Final = ("layer", "weight", "bias", "inputs", "index", "run", "vision")
+_ROUTER_FIELDS: Final = ("layer", "weight", "bias", "inputs", "index", "run", "vision", "by_logits")
 
 
 def _numbered(arrays: Mapping[str, Array], kind: str) -> list[dict[str, Array]]:
@@ -161,7 +163,7 @@ def _sample(fields: Mapping[str, Array]) -> InputSample:
 
 def _router(fields: Mapping[str, Array]) -> RouterSample:
     numbers = {name: int(fields[name]) for name in ("layer", "weight", "bias")}
-    values: dict[str, Any] = {**fields, **numbers}
+    values: dict[str, Any] = {**fields, **numbers, "by_logits": bool(fields["by_logits"])}
     return RouterSample(**values)
 
 
@@ -297,8 +299,9 @@ class Recorder:
 
 def _router_sample(layer: int, call: Call, kept: _Thinned) -> RouterSample:
     inputs, index, run, vision = kept.columns()
-    bias = call.weights[1] if len(call.weights) > 1 else ABSENT
-    return RouterSample(layer, call.weights[0], bias, inputs, index, run, vision)
+    _, bias, correction = (*call.weights, ABSENT, ABSENT)[:3]
+    by_logits = correction == ABSENT and not call_params(call)["groups"]
+    return RouterSample(layer, call.weights[0], bias, inputs, index, run, vision, by_logits)
 
 
 def _sources(module: Module) -> dict[int, int]:
