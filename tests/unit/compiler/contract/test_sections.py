@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from compiler.contract.errors import ContractError
+from compiler.contract.expert_groups import parse_expert_groups
 from compiler.contract.manifest import parse_manifest
 from compiler.contract.pipeline import parse_pipeline
+from compiler.contract.router_stats import parse_router_stats
 from compiler.contract.selftest import parse_selftest
+from tests.unit.compiler.contract.test_expert_groups import GROUPS
 from tests.unit.compiler.contract.test_pipeline import PIPELINE
+from tests.unit.compiler.contract.test_router_stats import STATS
 from tests.unit.compiler.contract.test_selftest import SELFTEST
 
 VECTORS = Path(__file__).parents[3] / "contract" / "vectors"
@@ -20,6 +24,10 @@ PARSERS = {
     "manifest": (parse_manifest, MANIFESTS[0]["text"].encode()),
     "pipeline": (parse_pipeline, (VECTORS / "sections" / "pipeline.json").read_bytes()),
     "selftest": (parse_selftest, (VECTORS / "sections" / "selftest.json").read_bytes()),
+    "router_stats": (
+        parse_router_stats,
+        (VECTORS / "sections" / "router_stats.json").read_bytes(),
+    ),
 }
 ODD_VALUES = (None, True, -1, 1 << 70, 1.5, "", "x", "\ud800", [], {}, [[]], {"a": {}})
 
@@ -32,6 +40,15 @@ def test_it_reads_the_selftest_vector() -> None:
     data = PARSERS["selftest"][1]
     assert parse_selftest(data) == SELFTEST
     assert SELFTEST.to_bytes() == data
+
+
+def test_it_reads_the_routing_vectors() -> None:
+    data = PARSERS["router_stats"][1]
+    assert parse_router_stats(data) == STATS
+    assert STATS.to_bytes() == data
+    data = (VECTORS / "sections" / "expert_groups.bin").read_bytes()
+    assert parse_expert_groups(data) == GROUPS
+    assert GROUPS.to_bytes() == data
 
 
 @pytest.mark.parametrize("name", PARSERS)

@@ -74,8 +74,8 @@ def test_it_lowers_the_same_files_once(submission, tmp_path) -> None:
 
 
 def _bytes(weight):
-    packed, report = weight
-    return packed.n, packed.k, packed.codes, packed.scales, packed.rows, report
+    packed, report, error = weight
+    return packed.n, packed.k, packed.codes, packed.scales, packed.rows, report, error
 
 
 def test_it_packs_again_only_what_has_changed(tmp_path) -> None:

@@ -84,7 +84,7 @@ def test_it_measures_with_the_sums_of_the_simulator() -> None:
     bits = Bits((Weight(0, "w4", weight, "s"),), {0: packed})
     device = bits.linear(rows.rows.astype(np.float64), rows.scales[:, None], 0)
     exact = rows.values() @ weight.astype(np.float64).T
-    assert error.found == np.square(device - exact).mean()
+    assert error.found == pytest.approx(np.square(device - exact).mean(), rel=1e-12)
     sums = np.stack([gemv_w4(matrix, x) for x in rows.rows])
     assert np.array_equal(
         device, sums.astype(np.float32) * (matrix.grid.rows * rows.scales[:, None])
