@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-from compiler.contract.pipeline import ImageSpec, Pipeline, ProgramSpec, TokenSpec
-from compiler.contract.session import SEE, STEP, Session
+from compiler.contract.pipeline import SEE, ImageSpec, Pipeline, Port, ProgramSpec, TokenSpec
+from compiler.contract.session import STEP, Session
 from compiler.driver.cache import StageCache, cache_key
 from compiler.driver.cards import Card, Question, read_cards
 from compiler.driver.provenance import CALIBRATION, compiler_digest
@@ -103,7 +103,7 @@ def record_cards(
 
 
 def _pipeline(module: Module, spec: PipelineSpec) -> Pipeline:
-    """Return as much of the `pipeline` section as a session needs; ports are the plan's."""
+    """Return what the `pipeline` section of the module's plan will say."""
     image, tokens = spec.image, spec.tokens
     assert tokens is not None
     return Pipeline(
@@ -118,8 +118,21 @@ def _pipeline(module: Module, spec: PipelineSpec) -> Pipeline:
         ),
         max_context=module.kv.capacity if module.kv else 0,
         max_step_tokens=module.max_tokens,
-        programs={program.name: ProgramSpec({}, {}) for program in module.programs},
+        programs={
+            program.name: ProgramSpec(
+                _ports(module, program.inputs), _ports(module, program.outputs)
+            )
+            for program in module.programs
+        },
     )
+
+
+def _ports(module: Module, buffers: Mapping[str, int]) -> dict[str, Port]:
+    found = {role: module.buffers[at] for role, at in buffers.items()}
+    return {
+        role: Port(buffer.rows, buffer.cols, buffer.dtype, buffer.dynamic)
+        for role, buffer in found.items()
+    }
 
 
 def _rotated(questions: tuple[Question, ...], by: int) -> tuple[Question, ...]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha256_hex
-from compiler.contract.plan import parse_plan
+from compiler.contract.plan import Plan, parse_plan
 from compiler.contract.planes import Plane
 from compiler.driver.base_grids import base_weights, kept_codes
 from compiler.driver.cache import StageCache, cache_key
@@ -25,7 +25,7 @@ from compiler.driver.records import UnkeepableError, from_parts, to_parts
 from compiler.driver.routing import learn_routing
 from compiler.driver.sections import calibration_rows, memory_rows, pipeline_section, sqnr_rows
 from compiler.driver.stages import Portable, StageClock
-from compiler.emitters.plan import emit_plan
+from compiler.emitters.plan import EmittedPlan, emit_plan
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.quant.grid_search import OutputError
@@ -79,10 +79,8 @@ def make_portable(
         plan = parse_plan(emitted.plan_bytes)
         pipeline = pipeline_section(spec, plan)
     facts: dict[str, Json] = {
-        "operations": operation_counts(plan),
+        **_plan_facts(plan, emitted),
         "sqnr_db": sqnr,
-        "weight_bytes": weight_kinds(plan),
-        "memory": memory_rows(emitted.memory),
         "calibration": calibration_rows(lowered.module, packed.errors) if record else None,
         **learned.facts,
         "notes": list(lowered.notes),
@@ -96,6 +94,14 @@ def make_portable(
     }
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     return Portable(sections, emitted.planes, lowered.ir_text, facts)
+
+
+def _plan_facts(plan: Plan, emitted: EmittedPlan) -> dict[str, Json]:
+    return {
+        "operations": operation_counts(plan),
+        "weight_bytes": weight_kinds(plan),
+        "memory": memory_rows(emitted.memory),
+    }
 
 
 def _base_facts(packed: PackedModule, old: Mapping[int, PackedW4]) -> Json:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler.contract.operations import Op
-from compiler.contract.session import SEE
+from compiler.contract.pipeline import PREFILL, SEE
 from compiler.kernels.program import ABSENT, Call, Module, Program, call_params
 from compiler.quant.w4 import QuantError
 
@@ -29,6 +29,7 @@ MIN_ROWS: Final = 32
 MAX_ROUTER_ROWS: Final = 4096
 MAX_ROUTER_BYTES: Final = 4 * 1024 * 1024
 _A8: Final = 127.0
+_PICTURES: Final = (SEE, PREFILL)
 
 Floats = NDArray[np.float32]
 Array = NDArray[Any]
@@ -279,7 +280,7 @@ class Recorder:
             inputs[0].astype(np.float32),
             outputs[0].astype(np.uint16),
             np.full(rows, self._run, np.int32),
-            np.full(rows, program == SEE, np.bool_),
+            np.full(rows, program in _PICTURES, np.bool_),
         )
 
     def ran(self) -> None:
