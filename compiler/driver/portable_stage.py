@@ -27,6 +27,7 @@ from compiler.driver.sections import calibration_rows, memory_rows, pipeline_sec
 from compiler.driver.stages import Portable, StageClock
 from compiler.emitters.plan import EmittedPlan, emit_plan
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
+from compiler.kernels.program import Module
 from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.quant.grid_search import OutputError
 from compiler.quant.module import PackedModule, PackedWeight, pack_module, pack_weight
@@ -73,25 +74,19 @@ def make_portable(
         )
         learned = learn_routing(lowered.module, record)
         packed = pack_module(learned.module, base=old, record=record, pack=packing.pack)
-        sqnr = sqnr_rows(lowered.module, packed.packed)
+        weight_facts = _weight_report(lowered.module, packed, old)
     with clock.stage("plan"):
         emitted = emit_plan(learned.module, weights_packed=packed.packed)
         plan = parse_plan(emitted.plan_bytes)
         pipeline = pipeline_section(spec, plan)
     facts: dict[str, Json] = {
         **_plan_facts(plan, emitted),
-        "sqnr_db": sqnr,
-        "calibration": calibration_rows(lowered.module, packed.errors) if record else None,
+        **weight_facts,
         **learned.facts,
         "notes": list(lowered.notes),
-        "base": _base_facts(packed, old),
     }
-    sections = {
-        **emitted.sections,
-        **learned.sections,
-        "plan": emitted.plan_bytes,
-        "pipeline": pipeline.to_bytes(),
-    }
+    sections = {**emitted.sections, **learned.sections}
+    sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     return Portable(sections, emitted.planes, lowered.ir_text, facts)
 
@@ -101,6 +96,16 @@ def _plan_facts(plan: Plan, emitted: EmittedPlan) -> dict[str, Json]:
         "operations": operation_counts(plan),
         "weight_bytes": weight_kinds(plan),
         "memory": memory_rows(emitted.memory),
+    }
+
+
+def _weight_report(
+    module: Module, packed: PackedModule, old: Mapping[int, PackedW4]
+) -> dict[str, Json]:
+    return {
+        "sqnr_db": sqnr_rows(module, packed.packed),
+        "calibration": calibration_rows(module, packed.errors),
+        "base": _base_facts(packed, old),
     }
 
 
