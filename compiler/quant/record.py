@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.contract.operations import Op
+from compiler.contract.operations import NormKind, Op
 from compiler.contract.pipeline import PREFILL, SEE
 from compiler.kernels.program import ABSENT, Call, Module, Program, call_params
 from compiler.quant.w4 import QuantError
@@ -30,6 +30,7 @@ MAX_ROUTER_ROWS: Final = 4096
 MAX_ROUTER_BYTES: Final = 4 * 1024 * 1024
 _A8: Final = 127.0
 _PICTURES: Final = (SEE, PREFILL)
+_EXPERT_OPS: Final = (Op.EXPERTS, Op.MOE_LAYER)
 
 Floats = NDArray[np.float32]
 Array = NDArray[Any]
@@ -234,9 +235,35 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
+    """How to read one router out of a call.
+
+    Attributes:
+        layer: Number of the expert layer.
+        weights: Router matrix and bias (or `ABSENT`).
+        output: Which result holds the experts chosen.
+        norm: What is normalised in front of the router, if the call does that.
+    """
+
     layer: int
-    program: str
-    call: Call
+    weights: tuple[int, int]
+    output: int
+    by_logits: bool
+    norm: "_Norm | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    kind: int
+    eps: float
+    gamma: Array
+    beta: Array | None
+
+    def of(self, x: Array) -> Array:
+        """Return the norm of rows (R, D)."""
+        if self.kind == NormKind.LAYER:
+            x = x - x.mean(axis=1, keepdims=True)
+        y = x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + self.eps) * self.gamma
+        return y if self.beta is None else y + self.beta
 
 
 class Recorder:
@@ -251,12 +278,12 @@ class Recorder:
         }
         self._inputs = [_Inputs(widths[number]) for number in sorted(widths)]
         self._first = {number: weight for weight, number in reversed(self._source_of.items())}
-        self._layers = {
-            id(call): layer
+        self._places = {
+            id(call): route
             for program in module.programs
-            for call, layer in _route_layers(module, program)
+            for call, route in _routes(module, program)
         }
-        self._routes: dict[int, tuple[Call, _Thinned]] = {}
+        self._routes: dict[int, tuple[_Route, _Thinned]] = {}
         self._run = 0
 
     def product(self, weight: int, x: Array) -> None:
@@ -269,18 +296,17 @@ class Recorder:
         self, program: str, call: Call, inputs: Sequence[Array | None], outputs: Sequence[Array]
     ) -> None:
         """Note a finished call."""
-        layer = self._layers.get(id(call))
-        if layer is None or inputs[0] is None:
+        route = self._places.get(id(call))
+        if route is None or inputs[0] is None:
             return
-        rows = len(inputs[0])
-        width = max(1, inputs[0].shape[1])
-        most = min(MAX_ROUTER_ROWS, MAX_ROUTER_BYTES // (4 * width))
-        _, kept = self._routes.setdefault(layer, (call, _Thinned(max(MIN_ROWS, most))))
+        x = inputs[0] if route.norm is None else route.norm.of(inputs[0])
+        most = min(MAX_ROUTER_ROWS, MAX_ROUTER_BYTES // (4 * x.shape[1]))
+        _, kept = self._routes.setdefault(route.layer, (route, _Thinned(max(MIN_ROWS, most))))
         kept.add(
-            inputs[0].astype(np.float32),
-            outputs[0].astype(np.uint16),
-            np.full(rows, self._run, np.int32),
-            np.full(rows, program in _PICTURES, np.bool_),
+            x.astype(np.float32),
+            outputs[route.output].astype(np.uint16),
+            np.full(len(x), self._run, np.int32),
+            np.full(len(x), program in _PICTURES, np.bool_),
         )
 
     def ran(self) -> None:
@@ -292,55 +318,69 @@ class Recorder:
         return CalibrationRecord(
             source_of=self._source_of,
             samples=tuple(inputs.finish() for inputs in self._inputs),
-            routers=tuple(
-                _router_sample(layer, *self._routes[layer]) for layer in sorted(self._routes)
-            ),
+            routers=tuple(_router_sample(*self._routes[at]) for at in sorted(self._routes)),
         )
 
 
-def _router_sample(layer: int, call: Call, kept: _Thinned) -> RouterSample:
+def _router_sample(route: _Route, kept: _Thinned) -> RouterSample:
     inputs, index, run, vision = kept.columns()
-    _, bias, correction = (*call.weights, ABSENT, ABSENT)[:3]
-    by_logits = correction == ABSENT and not call_params(call)["groups"]
-    return RouterSample(layer, call.weights[0], bias, inputs, index, run, vision, by_logits)
+    weight, bias = route.weights
+    return RouterSample(
+        route.layer, weight, bias, inputs, index, run, vision, by_logits=route.by_logits
+    )
 
 
 def _sources(module: Module) -> dict[int, int]:
     """Return, by W4 weight, the number of the set of buffers that it is multiplied with.
 
-    Both matrices of an expert have inputs of their own: rows are routed, and hidden rows have no
-    buffer.
+    A buffer that is normalised on the way counts with its norm. Both matrices of an expert have
+    inputs of their own: rows are routed, and hidden rows have no buffer.
     """
-    read: dict[int, set[tuple[str, int]]] = {}
+    read: dict[int, set[tuple[int, ...]]] = {}
     for program in module.programs:
         for call in program.calls:
             for weight in call.weights:
                 if weight == ABSENT or module.weights[weight].kind != "w4":
                     continue
-                own = call.op is Op.EXPERTS
-                place = ("weight", weight) if own else ("buffer", call.inputs[0])
+                own = call.op in _EXPERT_OPS
+                place = (ABSENT, weight) if own else (call.inputs[0], *call.weights[2:])
                 read.setdefault(weight, set()).add(place)
-    numbers: dict[frozenset[tuple[str, int]], int] = {}
+    numbers: dict[frozenset[tuple[int, ...]], int] = {}
     return {
         weight: numbers.setdefault(frozenset(places), len(numbers))
         for weight, places in sorted(read.items())
     }
 
 
-def _route_layers(module: Module, program: Program) -> list[tuple[Call, int]]:
-    """Return the routers of a program with the expert layer that each one serves."""
+def _routes(module: Module, program: Program) -> list[tuple[Call, _Route]]:
+    """Return the routers of a program that serve an expert layer."""
     experts = {
-        call.inputs[1]: _layer(module.weights[call.weights[0]].section)
+        call.inputs[1]: _layer(module, call.weights)
         for call in program.calls
         if call.op is Op.EXPERTS
     }
-    return [
-        (call, experts[call.outputs[0]])
-        for call in program.calls
-        if call.op is Op.ROUTE and call.outputs[0] in experts
-    ]
+    found = []
+    for call in program.calls:
+        if call.op is Op.ROUTE and call.outputs[0] in experts:
+            weight, bias, correction = (*call.weights, ABSENT, ABSENT)[:3]
+            plain = correction == ABSENT and not call_params(call)["groups"]
+            layer = experts[call.outputs[0]]
+            found.append((call, _Route(layer, (weight, bias), 0, plain)))
+        elif call.op is Op.MOE_LAYER:
+            gamma, beta, weight, bias = call.weights[:4]
+            params = call_params(call)
+            norm = _Norm(
+                int(params["kind"]),
+                float(np.float32(params["eps"])),
+                module.weights[gamma].array.reshape(1, -1),
+                None if beta == ABSENT else module.weights[beta].array.reshape(1, -1),
+            )
+            layer = _layer(module, call.weights[4:])
+            found.append((call, _Route(layer, (weight, bias), 1, True, norm)))
+    return found
 
 
-def _layer(section: str) -> int:
-    """Return the layer of a section `expert.L<layer>.E<expert>`."""
+def _layer(module: Module, weights: Sequence[int]) -> int:
+    """Return the layer of experts in sections `expert.L<layer>.E<expert>`."""
+    section = module.weights[weights[0]].section
     return int(section.split(".")[1].removeprefix("L"))

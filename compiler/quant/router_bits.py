@@ -8,6 +8,7 @@ that wants integers finds them exactly.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,8 @@ from compiler.quant.record import CalibrationRecord, Floats, RouterSample
 WIDTHS: Final = (4, 6, 8, 16)
 UNROUNDED: Final = 32
 MOST_FLIPS: Final = 0.005
+_ROUTER_AT: Final[Mapping[Op, int]] = MappingProxyType({Op.ROUTE: 0, Op.MOE_LAYER: 2})
+"""Which weight of a call is its router."""
 LEAST_ROWS: Final = 64
 """Fewer rows say too little; the weights stay as they are."""
 
@@ -124,5 +127,5 @@ def _other_uses(module: Module) -> set[int]:
         for program in module.programs
         for call in program.calls
         for at, weight in enumerate(call.weights)
-        if weight != ABSENT and (call.op is not Op.ROUTE or at > 0)
+        if weight != ABSENT and at != _ROUTER_AT.get(call.op)
     }
