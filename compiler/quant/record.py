@@ -263,7 +263,7 @@ class _Norm:
         if self.kind == NormKind.LAYER:
             x = x - x.mean(axis=1, keepdims=True)
         y = x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + self.eps) * self.gamma
-        return y if self.beta is None else y + self.beta
+        return np.asarray(y if self.beta is None else y + self.beta)
 
 
 class Recorder:
