@@ -34,6 +34,7 @@ from compiler.kernels.program import Module, Op
 from compiler.passes.pipeline import lower_pipeline
 from compiler.passes.pipeline_spec import PruneSpec
 from compiler.quant.module import PackedModule, PackedWeight, pack_module, pack_weight
+from compiler.quant.record import InputSample
 from compiler.quant.w4 import Floats, Grid
 
 SHARES: Final = (0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
@@ -122,11 +123,11 @@ class PrunablePlans:
             self._modules[kind] = module, pack_module(module, pack=self._pack)
         return self._modules[kind]
 
-    def _pack(self, array: Floats, grid: Grid | None) -> PackedWeight:
+    def _pack(self, array: Floats, grid: Grid | None, sample: InputSample | None) -> PackedWeight:
         """Pack a weight once; other kinds of rule have the same ones. There are no grids here."""
         digest = sha256_hex(repr(array.shape).encode() + array.tobytes())
         if digest not in self._packed:
-            self._packed[digest] = pack_weight(array, grid)
+            self._packed[digest] = pack_weight(array, grid, sample)
         return self._packed[digest]
 
 
