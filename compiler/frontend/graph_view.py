@@ -5,7 +5,7 @@ the result of the branch that computes something, a result of `Loop` is what the
 is not what the graph computes, but it is where its parts are, which is all a search needs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -46,6 +46,32 @@ def reads(node: onnx.NodeProto) -> list[str]:
     return found
 
 
+class Constants(Mapping[str, Array]):
+    """Arrays by name, read from the file when they are asked for the first time."""
+
+    def __init__(self) -> None:
+        self._stored: dict[str, onnx.TensorProto | Array] = {}
+
+    def put(self, name: str, value: "onnx.TensorProto | Array") -> None:
+        """Store a tensor or an array."""
+        self._stored[name] = value
+
+    def __getitem__(self, name: str) -> Array:
+        value = self._stored[name]
+        if isinstance(value, onnx.TensorProto):
+            value = self._stored[name] = numpy_helper.to_array(value)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
+
 @dataclass(slots=True)
 class GraphView:
     """Makers, constants and dependence on data of one graph, bodies opened.
@@ -60,7 +86,7 @@ class GraphView:
     """
 
     graph: onnx.GraphProto
-    constants: dict[str, Array] = field(default_factory=dict)
+    constants: Constants = field(default_factory=Constants)
     makers: dict[str, onnx.NodeProto] = field(default_factory=dict)
     alias: dict[str, str] = field(default_factory=dict)
     dynamic: set[str] = field(default_factory=set)
@@ -78,7 +104,7 @@ class GraphView:
 
     def _open(self, graph: onnx.GraphProto) -> None:
         for tensor in graph.initializer:
-            self.constants[tensor.name] = numpy_helper.to_array(tensor)
+            self.constants.put(tensor.name, tensor)
         for node in graph.node:
             self._add(node)
 
@@ -86,7 +112,7 @@ class GraphView:
         if node.op_type == "Constant":
             array = constant_of(node)
             if array is not None:
-                self.constants[node.output[0]] = array
+                self.constants.put(node.output[0], array)
                 return
         self.makers.update(dict.fromkeys(node.output, node))
         if node.op_type not in _SHAPE_ONLY and any(n in self.dynamic for n in reads(node)):

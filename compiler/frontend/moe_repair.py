@@ -60,11 +60,24 @@ def repair_experts(model: onnx.ModelProto, file: str) -> tuple[str, ...]:
     """
     if not _may_have_one(model.graph):
         return ()
-    notes = []
-    view = GraphView.of(model.graph)
-    for number, region in enumerate(find_regions(view)):
-        notes.append(_repair(model, view, region, f"moe{number}/", file))
+    notes: list[str] = []
+    try:
+        view = GraphView.of(model.graph)
+        for number, region in enumerate(find_regions(view)):
+            notes.append(_repair(model, view, region, _prefix(model.graph, number), file))
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        notes.append(f"{file}: not searched for experts to the end: {error}")
     return tuple(notes)
+
+
+def _prefix(graph: onnx.GraphProto, number: int) -> str:
+    """Return the start of names that no value of the graph has."""
+    prefix = f"moe{number}/"
+    names = {name for node in graph.node for name in node.output}
+    names.update(tensor.name for tensor in graph.initializer)
+    while any(name.startswith(prefix) for name in names):
+        prefix = f"_{prefix}"
+    return prefix
 
 
 def _may_have_one(graph: onnx.GraphProto) -> bool:

@@ -103,6 +103,29 @@ _CONSTANT: Final = {
     "value_ints": None,
 }
 
+_MOE: Final = {
+    "k": 1,
+    "activation_type": "relu",
+    "normalize_routing_weights": 0,
+    "use_sparse_mixer": 0,
+    "swiglu_fusion": 0,
+    "activation_alpha": None,
+    "activation_beta": None,
+    "swiglu_limit": None,
+    "swiglu_limit_after_activation": 0,
+}
+_QMOE: Final = {
+    **_MOE,
+    "expert_weight_bits": 4,
+    "fc1_expert_weight_bits": None,
+    "fc2_expert_weight_bits": None,
+    "fc3_expert_weight_bits": None,
+    "block_size": None,
+    "quant_type": "int",
+    "weights_prepacked": -1,
+    "accuracy_level": 0,
+}
+
 _ROWS: Final = (
     _unary("Abs", np.abs),
     _unary("Ceil", np.ceil),
@@ -182,6 +205,20 @@ _ROWS: Final = (
     OnnxOperator(
         "ai.sparsefleet::DynamicPrune", s.dynamic_prune, None, {"k": REQUIRED}, arity=(2, 2)
     ),
+    OnnxOperator("com.microsoft::MoE", s.same, None, _MOE),
+    OnnxOperator(
+        "com.microsoft::MoEGroupRouter",
+        s.group_router,
+        None,
+        {
+            "top_k": REQUIRED,
+            "n_group": 1,
+            "topk_group": 1,
+            "group_topk": 2,
+            "router_sentinel": -10000.0,
+        },
+    ),
+    OnnxOperator("com.microsoft::QMoE", s.same, None, _QMOE),
     OnnxOperator("ai.sparsefleet::MoEExpert", s.moe_expert, arity=(5, 1)),
     OnnxOperator("ai.sparsefleet::MoERouter", s.moe_router, None, {"k": REQUIRED}, arity=(4, 2)),
 )

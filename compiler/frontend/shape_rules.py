@@ -209,6 +209,15 @@ def layer_norm(node: Node, values: Values) -> Shapes:
     return [Runtime(x.shape, x.dtype), statistics, statistics][: max(1, len(node.outputs))]
 
 
+def group_router(node: Node, values: Values) -> Shapes:
+    """`com.microsoft::MoEGroupRouter`: logits (.., E) to as many scores, up to three times."""
+    x = operand(values, 0)
+    if len(values) > 2 and values[2] is not None:
+        raise ValueError("a router with a projection of its own")
+    rows = int(np.prod(x.shape[:-1], dtype=np.int64))
+    return [Runtime((rows, x.shape[-1]), x.dtype)] * len(node.outputs)
+
+
 def moe_router(node: Node, values: Values) -> Shapes:
     """`ai.sparsefleet::MoERouter`: rows, weight (E, D), bias, lambda to k indices and gates."""
     x, weight, k = operand(values, 0), operand(values, 1), int(node.attrs["k"])

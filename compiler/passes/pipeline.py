@@ -24,6 +24,7 @@ from compiler.passes.raise_cache import RaiseCache
 from compiler.passes.raise_conv import RaiseConv
 from compiler.passes.raise_elementwise import RaiseElementwise
 from compiler.passes.raise_linear import RaiseLinear
+from compiler.passes.raise_moe_contrib import RaiseMoeContrib
 from compiler.passes.raise_moe_experts import RaiseMoeExperts
 from compiler.passes.raise_moe_native import RaiseMoeNative
 from compiler.passes.raise_moe_router import RaiseMoeRouter
@@ -38,6 +39,7 @@ RAISING: Final[tuple[Pass, ...]] = (
     RaiseLinear(),
     RaiseRope(),
     RaiseMoeNative(),
+    RaiseMoeContrib(),
     RaiseMoeExperts(),
     RaiseMoeRouter(),
     RaiseAttention(),

@@ -152,7 +152,7 @@ def _operands(
     reaches: tuple[Reach, Reach],
 ) -> _Mixture | None:
     x = root(first[0].vector)
-    if any(root(stack.vector) is not x for stack in first):
+    if any(root(stack.vector) is not x for stack in first) or not shape_of(x):
         return None
     choices = _choices(gates, last, first)
     if choices is None:

@@ -38,6 +38,7 @@ from compiler.passes.slices import backward, run_time_leaves
 MARGIN: Final = 1e-5
 SCALES: Final = (1.0, 0.3, 3.0)
 ROWS: Final = 64
+GROUP_ROUTER: Final = "com.microsoft::MoEGroupRouter"
 _COMPARISONS: Final = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
 
 
@@ -129,6 +130,8 @@ def _candidates(found: _Slice, constants: ConstantTable) -> Iterator[Router]:
 
 def _orders(kinds: list[str]) -> tuple[str, ...]:
     """Return what the router may be; `kinds` are its operations, operands first."""
+    if GROUP_ROUTER in kinds:
+        return ("sigmoid_topk_renorm", "sigmoid_topk")
     if "TopK" not in kinds:
         return ("sparsemixer",) if "ArgMax" in kinds else ()
     if "Sigmoid" in kinds:
@@ -152,6 +155,8 @@ def _options(imported: list[OnnxOp], constants: ConstantTable) -> list[dict[str,
             scales.append(numbers[0] if op.op.data == "Mul" else 1 / numbers[0])
         elif op.op.data == "TopK":
             fixed |= _grouping(op)
+        elif op.op.data == GROUP_ROUTER:
+            fixed |= _group_router(op)
     if "groups" in fixed:
         fixed.setdefault("top_groups", 1)
     return [{**fixed, "scale": scale} for scale in scales] + [fixed]
@@ -170,6 +175,13 @@ def _grouping(top: OnnxOp) -> dict[str, float]:
     return {}
 
 
+def _group_router(op: OnnxOp) -> dict[str, float]:
+    names = {"groups": "n_group", "top_groups": "topk_group", "group_take": "group_topk"}
+    found = {name: attr(op, source) for name, source in names.items()}
+    numbers = {name: value for name, value in found.items() if isinstance(value, int)}
+    return dict(numbers) if numbers["groups"] > 1 else {}
+
+
 def _scatters(op: Operation) -> bool:
     return isinstance(op, OnnxOp) and op.op.data == "ScatterElements"
 
@@ -177,7 +189,7 @@ def _scatters(op: Operation) -> bool:
 def _corrections(
     found: _Slice, kinds: list[str], experts: int, constants: ConstantTable
 ) -> list[Array | None]:
-    if "Sigmoid" not in kinds:
+    if "Sigmoid" not in kinds and GROUP_ROUTER not in kinds:
         return [None]
     vectors = [
         constants.of(op).reshape(-1)

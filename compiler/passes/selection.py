@@ -22,7 +22,8 @@ SUPPORTED: Final = (
     "layer and RMS normalisation over the last axis",
     "scaled dot-product attention, causal with a key/value cache or unmasked",
     "half-split rotary embedding",
-    "mixtures of experts (MoERouter and MoEExpert, or gathered expert matrices)",
+    "mixtures of experts (MoERouter and MoEExpert, MoE and QMoE, and the shapes of"
+    " compiler.frontend.moe_shapes)",
     "pruning by attention of one row (DynamicPrune)",
     "table look-up, elementwise Add, Mul, Sub, Div, Relu, Sigmoid, Neg, Sqrt, Reciprocal, Exp,"
     " Tanh, Softmax over the last axis, slices and joins of rows or columns",

@@ -15,7 +15,6 @@ from onnx import helper
 from tests.factories.onnx_blocks import Block, GraphBuilder
 
 Array = np.ndarray[Any, Any]
-CONTRIB: Final = "com.microsoft"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from onnx import helper, numpy_helper, parser
 
 OPSET = 18
 DOMAIN = "ai.sparsefleet"
+CONTRIB = "com.microsoft"
 
 ROUTER = """<domain: "ai.sparsefleet", opset_import: ["" : 18]>
 MoERouter <k> (h, w, bias, lam) => (i, wt) {
@@ -118,12 +119,16 @@ class GraphBuilder:
         imports = [helper.make_opsetid("", opset)]
         if any(node.domain == DOMAIN for node in nodes):
             imports.append(helper.make_opsetid(DOMAIN, 1))
+        if any(node.domain == CONTRIB for node in nodes):
+            imports.append(helper.make_opsetid(CONTRIB, 1))
         protos = [parser.parse_function(text) for text in functions]
         model = helper.make_model(graph, opset_imports=imports, ir_version=10, functions=protos)
         inferred = onnx.shape_inference.infer_shapes(model)
         del model.graph.output[:]
         for info in inferred.graph.output:
             kind = info if info.HasField("type") else _untyped(info.name)
+            if kind.type.tensor_type.elem_type == 0:
+                kind = helper.make_tensor_value_info(info.name, 1, ["n", "s", "d"])
             model.graph.output.append(kind)
         return model
 
