@@ -135,7 +135,7 @@ class Batch:
         return self._done[key]
 
     def _make(self, names: Sequence[str]) -> _Value:
-        arrays = [self._stored(name, at) for at, name in enumerate(names)]
+        arrays = [self.view.constant(name) for name in names]
         known = [array for array in arrays if array is not None]
         if len(known) == len(names):
             return self._constant(known)
@@ -145,7 +145,7 @@ class Batch:
             raise BodyError("the experts are not built alike")
         if names[0] == self.region.x or self._takes_rows(nodes[0]):
             return _Value(self._rows, batched=True)
-        stack = self._selected(nodes[0]) if self.experts is None else None
+        stack = self._selected(nodes[0]) if self.experts is None else self._shared_stack(nodes)
         if stack is not None:
             return self._pick(stack)
         if any(_settings(node) != _settings(nodes[0]) for node in nodes):
@@ -165,23 +165,15 @@ class Batch:
         computed = self.view.constant(node.input[1]) is None
         return stack if stack is not None and stack.ndim >= 1 and computed else None
 
-    def _stored(self, name: str, at: int) -> Array | None:
-        """Return a constant, or what a written expert id selects from a stack."""
-        array = self.view.constant(name)
-        node = self.view.maker(name)
-        if array is not None or node is None or self.experts is None:
-            return array
-        if node.op_type == "Transpose" and self.view.root(node.input[0]) not in self.view.dynamic:
-            inner = self._stored(node.input[0], at)
-            perm = attribute(node, "perm", None)
-            return None if inner is None else inner.transpose(perm)  # type: ignore[call-overload]
-        if node.op_type != "Gather" or attribute(node, "axis", 0) != 0:
+    def _shared_stack(self, nodes: Sequence[onnx.NodeProto]) -> Array | None:
+        """Return the stack that every body takes its own expert's entry of."""
+        first = nodes[0]
+        if self.experts is None or first.op_type != "Gather" or attribute(first, "axis", 0) != 0:
             return None
-        stack, place = self.view.constants.get(node.input[0]), self.view.scalar(node.input[1])
-        if stack is None or place is None:
-            return None
-        self.stacked = max(self.stacked, len(stack))
-        return np.asarray(stack[int(place)])
+        stack = self.view.constants.get(first.input[0])
+        taken = [self.view.scalar(node.input[1]) for node in nodes]
+        same = all(node.input[0] == first.input[0] for node in nodes)
+        return stack if same and taken == list(self.experts) else None
 
     def _constant(self, arrays: Sequence[Array]) -> _Value:
         first = arrays[0]

@@ -131,12 +131,13 @@ def _judged(model: onnx.ModelProto, region: Region, batch: Batch, sizes: _Sizes)
         model.graph, region.result, _leaves(region), list(model.graph.node)[: region.place + 1]
     )
     written = (batch.nodes, batch.initializers)
-    hit = _hit_count(region, sizes)
-    runs = min(RUNS, 2 + 2 * sizes.experts // hit)
+    pool, hit = _hits(region, sizes)
+    runs = min(RUNS, 2 + 2 * len(pool) // hit)
     for run in range(runs):
         rows = max(4, -(-hit // sizes.k) + 1)
         x = sample_rows(rows, sizes.width, run, SCALES[run % len(SCALES)])
-        index, gate = _choices(rows, sizes, hit, run)
+        places, gate = sample_choices(rows, sizes.k, hit, run)
+        index = np.sort(np.roll(pool, run * hit)[:hit])[places]
         feeds = {region.x: x, region.index: index, region.gate: gate}
         found = _run(model, source, region.result, feeds)
         wanted = _run(model, written, f"{batch.prefix}result", feeds)
@@ -149,17 +150,16 @@ def _leaves(region: Region) -> list[str]:
     return [region.x, region.index, region.gate]
 
 
-def _hit_count(region: Region, sizes: _Sizes) -> int:
-    """Return how many experts must be hit: the traced ones if ids are computed from hits."""
-    computed = all(body.expert is None for body in region.bodies)
-    return len(region.bodies) if computed and len(region.bodies) > 1 else sizes.experts
+def _hits(region: Region, sizes: _Sizes) -> tuple[Array, int]:
+    """Return which experts a run may hit, and exactly how many it must hit.
 
-
-def _choices(rows: int, sizes: _Sizes, hit: int, run: int) -> tuple[Array, Array]:
-    """Return choices that hit exactly `hit` experts, another part of them in every run."""
-    places, gate = sample_choices(rows, sizes.k, hit, run)
-    turned = np.roll(np.arange(sizes.experts), run * hit)[:hit]
-    return np.sort(turned)[places], gate
+    Bodies with written ids answer for these experts alone. Bodies whose ids are computed run only
+    when as many experts are hit as were traced; a loop takes any number.
+    """
+    written = [body.expert for body in region.bodies if body.expert is not None]
+    pool = np.asarray(written or range(sizes.experts), np.int64)
+    traced = not written and len(region.bodies) > 1
+    return pool, len(region.bodies) if traced else len(pool)
 
 
 def _run(

@@ -6,7 +6,7 @@ A cell is legal if such a file can exist; every legal cell is raised to `moe.rou
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
@@ -27,7 +27,7 @@ class Shape:
     family: str
     written: str
     by: str
-    illegal: Mapping[str, str] = MappingProxyType({})
+    illegal: Mapping[str, str] = field(default_factory=dict)
 
 
 _NO_TOPK_FIRST: Final = "softmax behind top-k is the same as normalised gates, which it writes"

@@ -79,7 +79,13 @@ def sample_rows(rows: int, width: int, seed: int, scale: float) -> Array:
 
 
 def sample_choices(rows: int, k: int, experts: int, seed: int) -> tuple[Array, Array]:
-    """Return k different experts per row (rows, k) int64, taking turns, and gates (rows, k) f32."""
+    """Return k different experts per row (rows, k) int64, taking turns, and gates (rows, k) f32.
+
+    Raises:
+        ValueError: There are fewer than k experts.
+    """
+    if not 1 <= k <= experts:
+        raise ValueError(f"{k} of {experts} experts")
     random = np.random.default_rng(seed)
     turns = np.concatenate([random.permutation(experts) for _ in range(rows * k // experts + 2)])
     index = np.empty((rows, k), np.int64)

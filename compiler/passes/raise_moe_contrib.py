@@ -144,7 +144,8 @@ def _routed(op: OnnxOp) -> tuple[SSAValue, SSAValue] | None:
         [tensor_type("float32", shape), tensor_type("int64", shape)],
     )
     insert_before(op, top)
-    values, index = top.outputs
+    values: SSAValue = top.outputs[0]
+    index = top.outputs[1]
     if gates is not None:
         values = _onnx(op, "GatherElements", [gates, index], [values], axis=1)[0]
     if _normalises(op):

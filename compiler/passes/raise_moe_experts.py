@@ -166,6 +166,8 @@ def _operands(
     fits = inner in (last.weight.shape[2], 2 * last.weight.shape[2])
     if len(shapes) != 1 or widths != {shape_of(x)[-1].constant} or not fits:
         return None
+    if not 1 <= shape_of(index)[-1].constant <= len(last.weight):
+        return None
     if len(hidden.biases) not in (0, len(first)) or len(end.biases) > 1:
         return None
     if leading(x) is None or leading(x) != leading(index) or leading(gate) != leading(index):
