@@ -5,13 +5,15 @@
 The rule is chosen on the calibration cards and judged on the evaluation cards, all in native code
 with W4 weights. Rows of the table: no pruning, the model's own 32 of 64, the sweep of shares with
 and without context tokens, and scores from all tokens (`mean`) as for a model without class token.
-Seeing a card is vision and prefill; it is timed over the same cards, candidates in turn.
+Seeing a card is vision and prefill; both together and prefill alone are timed over the same cards,
+candidates in turn.
 """
 
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -19,8 +21,8 @@ from typing import Final
 from benchmarks.answer import CACHE, build
 from benchmarks.runner import Claim, faster_claim, interleaved, main
 from compiler.contract.native import NativePlan
-from compiler.contract.pipeline import Pipeline, parse_pipeline
-from compiler.contract.session import see
+from compiler.contract.pipeline import PREFILL, Pipeline, parse_pipeline
+from compiler.contract.session import Buffer, see
 from compiler.driver.cards import EVALUATION, Card
 from compiler.driver.choose_pruning import (
     ALL,
@@ -36,7 +38,7 @@ from compiler.driver.native_check import host_target
 from compiler.driver.options import CompiledBundle
 from examples.edgecard.materialise import materialise
 
-ROUNDS: Final = 9
+ROUNDS: Final = 5
 TIMED_CARDS: Final = 20
 MILLISECONDS: Final = 1e3
 MEAN_SHARES: Final = (0.8, 0.9, 0.95)
@@ -62,21 +64,14 @@ def measure() -> list[Claim]:
         trials = [try_rule(plans, rule, cards) for rule in rules]
     unpruned = trials[0]
     chosen = next(trial for trial in trials if trial.rule == choice.chosen.rule)
-    seconds = _see_seconds(plans, [unpruned, chosen], bundle, cards[:TIMED_CARDS])
-    sweep_times = _sweep_times(plans, trials, cards[:TIMED_CARDS])
+    seconds = _times(plans, trials, bundle, cards[:TIMED_CARDS])
+    note = f"as the model says: 32 rows; see {_ms(seconds, 'fixed32 see')}"
     return [
         _loss_claim(unpruned, chosen, choice.chosen),
         _spread_claim(chosen),
-        _time_claim(seconds, target.id),
-        _accuracy_claim(
-            "fixed32", fixed, unpruned, f"as the model says; see {_ms(seconds, 'model')}"
-        ),
-        *(
-            _accuracy_claim(
-                _name(trial), trial.accuracy, unpruned, f"{_rows(trial)}; see {time:.3f} ms"
-            )
-            for trial, time in zip(trials, sweep_times, strict=True)
-        ),
+        *(_time_claim(part, _name(chosen), seconds, target.id) for part in ("see", "prefill")),
+        _accuracy_claim("fixed32", fixed, unpruned, note),
+        *(_sweep_claim(trial, unpruned, seconds) for trial in trials),
     ]
 
 
@@ -111,20 +106,28 @@ def _spread_claim(chosen: PruneTrial) -> Claim:
     )
 
 
-def _time_claim(seconds: Mapping[str, list[float]], target: str) -> Claim:
+def _time_claim(part: str, chosen: str, seconds: Mapping[str, list[float]], target: str) -> Claim:
+    what = {"see": "vision and prefill", "prefill": "prefill alone"}[part]
     return faster_claim(
-        "prune.edgecard.see",
-        seconds["chosen"],
-        seconds["unpruned"],
+        f"prune.edgecard.{part}",
+        seconds[f"{chosen} {part}"],
+        seconds[f"all {part}"],
         per=TIMED_CARDS / MILLISECONDS,
         unit="ms",
         peer=PEER,
         peer_version="v1 W4",
         bar=None,
         label="host",
-        note=f"{target}, vision and prefill, {TIMED_CARDS} cards, one thread; "
-        f"the model's own 32: {_ms(seconds, 'model')}",
+        note=f"{target}, {what} of one card, mean of {TIMED_CARDS} cards, one thread",
     )
+
+
+def _sweep_claim(
+    trial: PruneTrial, unpruned: PruneTrial, seconds: Mapping[str, list[float]]
+) -> Claim:
+    see_ms, prefill_ms = (_ms(seconds, f"{_name(trial)} {part}") for part in ("see", "prefill"))
+    note = f"{_rows(trial)}; see {see_ms}, of it prefill {prefill_ms}"
+    return _accuracy_claim(_name(trial), trial.accuracy, unpruned, note)
 
 
 def _accuracy_claim(name: str, accuracy: float, unpruned: PruneTrial, note: str) -> Claim:
@@ -142,46 +145,70 @@ def _accuracy_claim(name: str, accuracy: float, unpruned: PruneTrial, note: str)
     )
 
 
-def _see_seconds(
+def _times(
     plans: PrunablePlans,
     trials: Sequence[PruneTrial],
     bundle: CompiledBundle,
     cards: Sequence[Card],
 ) -> dict[str, list[float]]:
-    """Time seeing the cards without pruning, with the chosen rule, and as the model says."""
+    """Return seconds per round, all in turn.
+
+    Keys: `<trial> see`, `<trial> prefill`, and `fixed32 see`, whose prefill is part of its vision.
+    """
+    pipeline = parse_pipeline(bundle.sections["pipeline"])
     with ExitStack() as stack:
-        candidates = {
-            name: _seeing(stack, *plans.sections(trial.rule), cards)
-            for name, trial in zip(("unpruned", "chosen"), trials, strict=True)
-        }
-        pipeline = parse_pipeline(bundle.sections["pipeline"])
-        candidates["model"] = _seeing(stack, pipeline, dict(bundle.sections), cards)
+        fixed = _loaded(stack, bundle.sections)
+        candidates = {"fixed32 see": partial(_see_all, fixed, pipeline, cards)}
+        for trial in trials:
+            own, sections = plans.sections(trial.rule)
+            plan = _loaded(stack, sections)
+            candidates[f"{_name(trial)} see"] = partial(_see_all, plan, own, cards)
+            filled = _prefills(plan, own, cards)
+            candidates[f"{_name(trial)} prefill"] = partial(_prefill_all, plan, filled)
         return interleaved(candidates, ROUNDS)
 
 
-def _sweep_times(
-    plans: PrunablePlans, trials: Sequence[PruneTrial], cards: Sequence[Card]
-) -> list[float]:
-    """Return the median milliseconds per card of each trial, all in turn."""
-    with ExitStack() as stack:
-        candidates = {
-            _name(trial): _seeing(stack, *plans.sections(trial.rule), cards) for trial in trials
-        }
-        seconds = interleaved(candidates, ROUNDS)
-    return [median(seconds[_name(trial)]) / len(cards) * MILLISECONDS for trial in trials]
+def _loaded(stack: ExitStack, sections: Mapping[str, bytes]) -> NativePlan:
+    return stack.enter_context(NativePlan(sections["kernels"], sections["plan"], sections))
 
 
-def _seeing(
-    stack: ExitStack, pipeline: Pipeline, sections: Mapping[str, bytes], cards: Sequence[Card]
-) -> Callable[[], None]:
-    plan = stack.enter_context(NativePlan(sections["kernels"], sections["plan"], sections))
+def _see_all(plan: NativePlan, pipeline: Pipeline, cards: Sequence[Card]) -> None:
+    for card in cards:
+        plan.kv_length = 0
+        see(plan, pipeline, card.image)
 
-    def run() -> None:
-        for card in cards:
-            plan.kv_length = 0
-            see(plan, pipeline, card.image)
 
-    return run
+class _Recorder:
+    """Runs a plan and keeps what `prefill` was given."""
+
+    def __init__(self, plan: NativePlan) -> None:
+        self.plan = plan
+        self.filled: list[Mapping[str, Buffer]] = []
+
+    def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, Buffer]:
+        if program == PREFILL:
+            self.filled.append(inputs)
+        return self.plan.run(program, inputs)
+
+
+def _prefills(
+    plan: NativePlan, pipeline: Pipeline, cards: Sequence[Card]
+) -> list[list[Mapping[str, Buffer]]]:
+    """Return the runs of `prefill` that each card needs."""
+    found = []
+    for card in cards:
+        recorder = _Recorder(plan)
+        plan.kv_length = 0
+        see(recorder, pipeline, card.image)
+        found.append(recorder.filled)
+    return found
+
+
+def _prefill_all(plan: NativePlan, cards: Sequence[Sequence[Mapping[str, Buffer]]]) -> None:
+    for runs in cards:
+        plan.kv_length = 0
+        for inputs in runs:
+            plan.run(PREFILL, inputs)
 
 
 def _name(trial: PruneTrial) -> str:

@@ -51,7 +51,7 @@ def prefill(simulator: Simulator, found: dict[str, np.ndarray], count: int) -> n
 
 def test_it_splits_seeing_from_filling_the_cache(tmp_path: Path) -> None:
     module = lowered(write_pruned(tmp_path, p=0.6, merge=2, max_keep=9)).module
-    see, fill, step = module.programs
+    see, fill, _ = module.programs
     assert [p.name for p in module.programs] == ["see", "prefill", "step"]
     assert set(see.outputs) == {"tokens", "positions", "count"}
     assert (set(fill.inputs), set(fill.outputs)) == ({"tokens", "positions"}, {"embeds"})
