@@ -13,7 +13,7 @@ from compiler.dialects.dims import witnesses
 from compiler.errors import MalformedModelError
 from compiler.frontend.build import Argument, FunctionBuilder
 from compiler.frontend.evaluate import Family, bind_shape, evaluate, same_everywhere
-from compiler.frontend.function_bodies import check_function_bodies
+from compiler.frontend.function_bodies import check_function_bodies, inline_operators
 from compiler.frontend.length_values import attention_mask
 from compiler.frontend.limits import DEFAULT_LIMITS, FoldBudget, ImportLimits
 from compiler.frontend.moe_repair import repair_experts
@@ -52,6 +52,7 @@ def import_pipeline(directory: Path, limits: ImportLimits = DEFAULT_LIMITS) -> I
     for component in spec.components:
         model = read_model(directory / component.file, limits)
         check_function_bodies(model, component.file)
+        model = inline_operators(model, component.file)
         notes += repair_experts(model, component.file)
         functions.append(_import_component(component, model, constants, names, limits))
         notes.append(

@@ -23,7 +23,9 @@ from compiler.frontend.model_size import check_size
 MIN_OPSET: Final = 13
 MAX_OPSET: Final = 28
 SPARSEFLEET_DOMAIN: Final = "ai.sparsefleet"
-KNOWN_FUNCTIONS: Final = frozenset({"MoERouter", "MoEExpert", "DynamicPrune"})
+KNOWN_FUNCTIONS: Final = frozenset(
+    {"MoERouter", "MoEExpert", "DynamicPrune", "SparseConv", "SparseAttention", "DynamicTopK"}
+)
 SET_ASIDE_BYTES: Final = 1 << 16
 DEFAULT_DOMAINS: Final = frozenset({"", "ai.onnx"})
 
@@ -31,8 +33,7 @@ DEFAULT_DOMAINS: Final = frozenset({"", "ai.onnx"})
 def read_model(path: Path, limits: ImportLimits = DEFAULT_LIMITS) -> onnx.ModelProto:
     """Read, check and simplify one ONNX file.
 
-    Functions local to the model are inlined, except those of domain `ai.sparsefleet` that we have
-    kernels for.
+    Functions local to the model are inlined, except the operators of domain `ai.sparsefleet`.
 
     Raises:
         MalformedModelError: Unreadable, truncated, not ONNX, external data missing or outside the
