@@ -23,6 +23,7 @@ from compiler.driver.cache import StageCache
 from compiler.driver.cards import Card, read_cards
 from compiler.driver.evaluate import answer_cards, score
 from compiler.driver.kernel_stage import find_kernels, make_kernels
+from compiler.driver.options import Progress, no_progress
 from compiler.driver.provenance import CALIBRATION
 from compiler.driver.sections import pipeline_section
 from compiler.emitters.plan import emit_plan
@@ -138,7 +139,9 @@ def choose_pruning(
     stem: str = CALIBRATION,
     rules: Iterable[PruneSpec] = (),
     max_loss: float = MAX_LOSS,
+    most_cards: int | None = None,
     cache_dir: Path | None = None,
+    progress: Progress = no_progress,
 ) -> PruneChoice:
     """Try rules over the cards of a submission and choose one.
 
@@ -148,7 +151,9 @@ def choose_pruning(
         stem: Which cards; not those that the choice is judged by.
         rules: What to try; the sweep of `sweep()` if empty.
         max_loss: The most accuracy that may be lost against keeping all tokens, as a share.
+        most_cards: Only the first so many cards.
         cache_dir: Where kernel libraries are kept between runs.
+        progress: Called with a rule and the share of rules tried so far.
 
     Raises:
         UserModelError: The submission is at fault, or there is no pruning to adapt.
@@ -157,8 +162,13 @@ def choose_pruning(
     if max_loss < 0.0:
         raise CompilerError(f"a loss of {max_loss}", hint="state a share such as 0.003")
     plans = PrunablePlans(directory, target, cache_dir)
-    cards = plans.cards(directory, stem)
-    unpruned, *trials = (try_rule(plans, rule, cards) for rule in (ALL, *(rules or sweep())))
+    cards = plans.cards(directory, stem)[:most_cards]
+    tried = (ALL, *(rules or sweep()))
+    found = []
+    for at, rule in enumerate(tried):
+        progress(f"pruning p {rule.p:g}, merge {rule.merge}", at / len(tried))
+        found.append(try_rule(plans, rule, cards))
+    unpruned, *trials = found
     return PruneChoice(unpruned, tuple(trials), fewest_rows(unpruned, trials, max_loss))
 
 

@@ -33,6 +33,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "simulate": ("simulate", "run a program of a bundle or submission on given inputs"),
         "inspect": ("inspect_bundle", "show sections, plan, weights, buffers, memory and IR"),
         "diff": ("diff", "compare two bundles and predict the update between them"),
+        "prune": ("prune", "find how far pictures can be pruned without losing accuracy"),
         "evaluate": ("evaluate", "ask a bundle an evaluation set"),
     }
 )

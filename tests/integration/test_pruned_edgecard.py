@@ -12,6 +12,7 @@ from compiler.contract.native import NativePlan
 from compiler.contract.pipeline import parse_pipeline
 from compiler.contract.selftest import parse_selftest, run_selftest
 from compiler.contract.session import see
+from compiler.driver import cli
 from compiler.driver.bundle_simulator import BundleSimulator
 from compiler.driver.cards import EVALUATION, read_cards
 from compiler.driver.choose_pruning import (
@@ -27,6 +28,7 @@ from compiler.driver.choose_pruning import (
 from compiler.driver.compile import compile_model
 from compiler.driver.native_check import host_target
 from compiler.driver.options import CompiledBundle, CompileOptions
+from compiler.frontend.pipeline_json import parse_pipeline as parse_spec
 from compiler.hardware.targets import Target
 from examples.edgecard.materialise import materialise
 from tests.factories.bundles import STORE
@@ -119,3 +121,16 @@ def test_any_picture_gives_the_bits_of_the_simulator(
             assert plan.kv_length == simulator.kv_length
             rows.add(plan.kv_length)
     assert len(rows) > 1
+
+
+def test_the_command_prints_a_rule_for_the_submission(
+    submission: Path, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["prune", str(submission), "--target", target.id, "--cards", "6", "--cache", str(STORE)]
+    assert cli.main([*words, "--p", "0.9", "--merge", "4", "--max-loss", "0.2", "--json"]) == cli.OK
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["chosen"] == printed["trials"][0]
+    document = json.loads((submission / "pipeline.json").read_text())
+    document["prune"] = printed["chosen"]["prune"]
+    assert parse_spec(json.dumps(document).encode()).prune == sweep((0.9,), (4,))[0]
+    assert printed["unpruned"]["least_rows"] == 64

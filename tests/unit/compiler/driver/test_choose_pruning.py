@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from compiler.driver import cli
 from compiler.driver.choose_pruning import ALL, PruneTrial, fewest_rows, rule_json, sweep
+from compiler.driver.native_check import host_target
 from compiler.frontend.pipeline_json import parse_pipeline
 from compiler.passes.pipeline_spec import PruneSpec
 from tests.factories.onnx_models import tiny_document
@@ -43,3 +45,24 @@ def test_every_rule_of_a_sweep_can_be_written_into_a_submission() -> None:
     for rule in (*rules, ALL):
         document = tiny_document() | {"prune": rule_json(rule)}
         assert parse_pipeline(json.dumps(document).encode()).prune == rule
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--p", "0"], "--p must be in"),
+        (["--p", "1.5"], "--p must be in"),
+        (["--merge", "-1"], "--merge not negative"),
+        (["--min-keep", "0"], "--min-keep starts at 1"),
+        (["--max-loss", "-0.1"], "--max-loss at 0"),
+        (["--target", "aarch64"], "cannot run aarch64"),
+    ],
+)
+def test_the_command_refuses_bad_numbers(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    target = host_target()
+    if target is None:
+        pytest.skip("no target runs on this machine")
+    assert cli.main(["prune", "nowhere", "--target", target.id, *words]) == cli.BAD_ARGUMENTS
+    assert message in capsys.readouterr().err
