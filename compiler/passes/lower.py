@@ -8,10 +8,11 @@ After:
 
 Buffers and weights are numbered in order of first use, programs in order. A stack of expert
 matrices becomes one weight per expert, in section `expert.L<layer>.E<expert>`; layers are numbered
-by first use, so programs that share weights share sections.
+by first use, so programs that share weights share sections. Matrices of an adapter (see `adapters`)
+are in section `adapter.<n>`, everything else in `weights.shared`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -38,6 +39,7 @@ from compiler.kernels.program import (
     Weight,
     validate_module,
 )
+from compiler.passes.adapters import adapter_sections
 from compiler.passes.base import PassContext
 from compiler.passes.functions import arguments, body, functions, results
 from compiler.passes.operand_check import DTYPES, STACKED, cache_heads, weight_kinds
@@ -53,6 +55,7 @@ class _Lowering:
     weights: list[Weight] = field(default_factory=list)
     weight_ids: dict[tuple[str, str, str], int] = field(default_factory=dict)
     layers: dict[tuple[str, ...], int] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
     kv: KvCache | None = None
 
     def program(self, func: FuncOp) -> Program:
@@ -98,7 +101,7 @@ class _Lowering:
 
     def _shared(self, value: SSAValue, kind: str) -> int:
         digest, array = self._constant(value)
-        return self._weight(kind, digest, array, SHARED_SECTION)
+        return self._weight(kind, digest, array, self.adapters.get(digest, SHARED_SECTION))
 
     def _experts(self, values: Sequence[SSAValue]) -> tuple[int, ...]:
         stacks = [self._constant(value) for value in values]
@@ -157,7 +160,7 @@ def lower(module: ModuleOp, ctx: PassContext) -> Module:
         MalformedModelError: A weight is not finite.
         ProgramError: A pass produced calls that break the catalogue's rules.
     """
-    lowering = _Lowering(ctx)
+    lowering = _Lowering(ctx, adapters=adapter_sections(module))
     programs = tuple(lowering.program(func) for func in functions(module))
     lowered = Module(
         programs,
