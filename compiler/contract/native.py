@@ -171,6 +171,9 @@ class KernelLibrary:
             function = getattr(self._lib, name)
             function.restype, function.argtypes = result, arguments
             setattr(self, name.removeprefix("sf_"), function)
+        self.run_calls = getattr(self._lib, "sf_run_calls", None)
+        if self.run_calls is not None:  # kernels built before it have none
+            self.run_calls.restype, self.run_calls.argtypes = i32, (pointer, u32, u32, u32, pointer)
 
     abi_version: "ctypes._FuncPointer"
     sizes: "ctypes._FuncPointer"
@@ -178,6 +181,7 @@ class KernelLibrary:
     run: "ctypes._FuncPointer"
     kv_length: "ctypes._FuncPointer"
     set_kv_length: "ctypes._FuncPointer"
+    run_calls: "ctypes._FuncPointer | None"
 
     def close(self) -> None:
         """Unload the library; nothing of it may be called afterwards."""
@@ -355,6 +359,46 @@ class NativePlan:
             if status:
                 raise_status(status, f"program {program!r} call {self._args.failed_call}")
             return chosen.results(tokens)
+        finally:
+            self._lock.release()
+
+    def run_calls(
+        self, program: str, inputs: Mapping[str, Buffer] | None, first: int, count: int, tokens: int
+    ) -> int:
+        """Run some calls of a program, for a profiler; the cache keeps its length.
+
+        Calls read what the calls before them left: run them in order, inputs with the first.
+
+        Args:
+            program: Name of a program of the plan.
+            inputs: As for `run`, copied in first; None leaves the buffers as they are.
+            first: The first call.
+            count: How many calls; those beyond the program's end are left out.
+            tokens: T, as an earlier call of this function returned it; ignored with `inputs`.
+
+        Returns:
+            T, the rows of dynamic buffers.
+
+        Raises:
+            NativeError: As `run`.
+            UnsupportedPlanError: The kernels were built before this was possible.
+        """
+        library = self._library
+        chosen = self._programs.get(program) if library is not None else None
+        if library is None or chosen is None or min(first, count) < 0:
+            raise NativeError(f"there is no program {program!r}, or the plan is closed")
+        if library.run_calls is None:
+            raise UnsupportedPlanError("these kernels cannot run single calls: build them again")
+        if not self._lock.acquire(blocking=False):
+            raise NativeError("the plan is already running in another thread")
+        try:
+            self._args.tokens = tokens if inputs is None else self._fill(chosen, inputs)
+            status = library.run_calls(
+                self._context, chosen.number, first, count, self._args_address
+            )
+            if status:
+                raise_status(status, f"program {program!r} call {self._args.failed_call}")
+            return int(self._args.tokens)
         finally:
             self._lock.release()
 

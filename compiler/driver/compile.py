@@ -20,6 +20,8 @@ from compiler.contract.plan_format import ABI_VERSION
 from compiler.contract.planes import Plane
 from compiler.contract.selftest import SelfTest, parse_selftest
 from compiler.driver.cache import StageCache, cache_key, scratch_directory
+from compiler.driver.explain.document import explain_document
+from compiler.driver.explain.picture import picture
 from compiler.driver.kernel_stage import find_kernels, make_kernels, tool_cache
 from compiler.driver.native_check import (
     QEMU,
@@ -29,6 +31,7 @@ from compiler.driver.native_check import (
     emulator_of,
     host_target,
     runs_here,
+    take_times,
 )
 from compiler.driver.options import CompiledBundle, CompileOptions
 from compiler.driver.plan_facts import base_parts, explain_rows, requirements
@@ -41,7 +44,7 @@ from compiler.driver.provenance import (
     section_digests,
 )
 from compiler.driver.stages import Portable, StageClock
-from compiler.driver.verdicts import find_verdict, keep_verdict, verdict_key
+from compiler.driver.verdicts import find_times, find_verdict, keep_times, keep_verdict, verdict_key
 from compiler.frontend.pipeline_json import read_pipeline
 from compiler.hardware.targets import Target, find_target
 from compiler.passes.pipeline_spec import PipelineSpec
@@ -80,7 +83,8 @@ def compile_model(submission_dir: Path, options: CompileOptions) -> CompiledBund
     selftest = run.selftest(portable, plan, kernels)
     sections = {**portable.sections, "kernels": kernels, "selftest": selftest.to_bytes()}
     check = run.check(sections)
-    bundle = run.bundle(portable, plan, sections, selftest, check, c_source)
+    explained = explain_document(plan, target, selftest, run.times(sections))
+    bundle = run.bundle(portable, plan, sections, selftest, check, explained, c_source)
     run.cache.trim()
     return bundle
 
@@ -216,6 +220,20 @@ class _Compilation:
         keep_verdict(self.cache, key, check)
         return check
 
+    def times(self, sections: Mapping[str, bytes]) -> dict[str, list[float]] | None:
+        """Return seconds per call where the code runs here, taken once for the same bytes."""
+        if not runs_here(self.target):
+            return None
+        key = verdict_key(sections, self.target, None)
+        kept = None if self.options.recheck else find_times(self.cache, key)
+        if kept is not None:
+            return kept
+        with self.clock.stage("selftest"), scratch_directory() as folder:
+            found = take_times(folder, sections, self.options.selftest_timeout_s)
+        if found is not None:
+            keep_times(self.cache, key, found)
+        return found
+
     def bundle(
         self,
         portable: Portable,
@@ -223,6 +241,7 @@ class _Compilation:
         sections: Mapping[str, bytes],
         selftest: SelfTest,
         check: NativeCheck,
+        explained: Mapping[str, Json],
         c_source: str,
     ) -> CompiledBundle:
         """Return the manifest, the sections and the report."""
@@ -238,6 +257,8 @@ class _Compilation:
             "experts": {f"L{layer}": len(ids) for layer, ids in selftest.experts.items()},
             "selftest_vectors": len(selftest.vectors),
             "explain": explain_rows(plan, self.target),
+            "explained": explained,
+            "picture": picture(explained),
             "provenance": self.provenance,
             **portable.facts,
         }

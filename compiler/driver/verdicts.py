@@ -7,6 +7,7 @@ emulator. Only passes are kept; a failure is looked at again every time. `rechec
 whatever is kept, for a machine that is not trusted any more.
 """
 
+import json
 import platform
 import shutil
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from compiler.driver.provenance import compiler_digest, section_digests
 from compiler.hardware.targets import Target
 
 STAGE: Final = "verdict"
+TIMES: Final = "times"
 _CPU_FIELDS: Final = (
     *("vendor_id", "cpu family", "model", "model name", "stepping", "microcode"),
     *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision"),
@@ -58,6 +60,20 @@ def find_verdict(cache: StageCache, key: str) -> NativeCheck | None:
     if not isinstance(verified_on, str) or not isinstance(detail, Mapping):
         return None
     return NativeCheck(verified_on, {**detail, "kept": True})
+
+
+def find_times(cache: StageCache, key: str) -> dict[str, list[float]] | None:
+    """Return the times of calls that were taken when the verdict under `key` was, or None."""
+    parts = cache.get(TIMES, key)
+    if parts is None:
+        return None
+    document: dict[str, list[float]] = json.loads(parts["times"])
+    return document
+
+
+def keep_times(cache: StageCache, key: str, times: Mapping[str, list[float]]) -> None:
+    """Keep the times of calls."""
+    cache.put(TIMES, key, {"times": json.dumps(dict(times)).encode()})
 
 
 def keep_verdict(cache: StageCache, key: str, check: NativeCheck) -> None:

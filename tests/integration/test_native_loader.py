@@ -213,3 +213,32 @@ def test_it_reads_random_bytes_as_inputs_without_harm(case: Case) -> None:
             tokens = random.integers(-(2**31), 2**31 - 1, (2, 1)).astype(np.int32)
             with pytest.raises(NativeError):
                 plan.run("step", {"token_ids": tokens, "positions": tokens})
+
+
+def test_it_runs_calls_one_by_one_like_the_whole_program(case: Case) -> None:
+    with case.native(HOST) as plan:
+        whole = {role: bytes(data) for role, data in plan.run("step", STEP).items()}
+        plan.kv_length = 0
+        calls = next(len(p.calls) for p in plan.plan.programs if p.name == "step")
+        for _ in range(2):  # the cache keeps its length, so all of it can be run again
+            tokens = plan.run_calls("step", STEP, 0, 1, 0)
+            for at in range(1, calls):
+                plan.run_calls("step", None, at, 1, tokens)
+            assert plan.kv_length == 0
+        assert plan.run_calls("step", None, calls, 99, tokens) == tokens  # none is left to run
+        plan.run_calls("step", STEP, 0, calls, 0)
+        views = plan._programs["step"].results(tokens)
+        assert {role: bytes(data) for role, data in views.items()} == whole
+
+
+def test_it_refuses_calls_that_are_not_there(case: Case) -> None:
+    with case.native(HOST) as plan:
+        for first, count in ((10_000, 1), (2**32 - 1, 2**32 - 1)):
+            with pytest.raises(NativeError):
+                plan.run_calls("step", None, first, count, 1)
+        for program, first, count in (("leap", 0, 1), ("step", -1, 1), ("step", 0, -1)):
+            with pytest.raises(NativeError):
+                plan.run_calls(program, None, first, count, 1)
+        with pytest.raises(NativeError):
+            plan.run_calls("step", None, 0, 1, 0)
+        assert plan.run("step", STEP)["token"]

@@ -1,0 +1,1 @@
+"""What became of a model: costs against dense, sparsity, fusion, repeats, and a picture."""

@@ -1,0 +1,170 @@
+"""The explain document and its picture: figures by hand, repeats found once, texts escaped."""
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from compiler.contract.plan import parse_plan
+from compiler.contract.selftest import parse_selftest
+from compiler.driver.explain.costs import Situation, costs, expected_cycles
+from compiler.driver.explain.document import explain_document, situations
+from compiler.driver.explain.picture import NODE_HEIGHT, NODE_WIDTH, picture
+from compiler.driver.explain.repeats import Segment, segments
+from compiler.driver.explain.svg import svg_text
+from compiler.emitters.plan import emit_plan
+from compiler.hardware.targets import find_target
+from compiler.kernels.program import Act, Op
+from compiler.kernels.select import select_tile
+from compiler.quant.module import pack_module
+from tests.factories.bundles import compiled
+from tests.factories.modules import ModuleBuilder
+
+TARGET = find_target("x86-64-v3")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def edgecard(tmp_path_factory):
+    return compiled("v1", TARGET.id, tmp_path_factory.mktemp("edgecard"))
+
+
+@pytest.fixture(scope="module")
+def explained(edgecard):
+    return edgecard.report["explained"]
+
+
+def _calls(explained, program, operation):
+    calls = explained["programs"][program]["calls"]
+    return [call for call in calls if call["operation"] == operation]
+
+
+def test_it_counts_what_experts_compute_and_leave_out(explained) -> None:
+    first = _calls(explained, "step", "EXPERTS")[0]
+    # one token, two of sixteen experts of two 128 x 128 matrices
+    assert first["flops"] == 2 * 2 * 2 * 128 * 128
+    assert first["dense_flops"] == 8 * first["flops"]
+    assert (first["sparsity"]["kept"], first["sparsity"]["of"]) == (2, 16)
+    assert "weight 0" in first["sparsity"]["proof"]
+    assert "weighted merge" in first["fused"]
+
+
+def test_it_adds_up(explained) -> None:
+    for program in explained["programs"].values():
+        calls = program["calls"]
+        assert program["flops"] == sum(call["flops"] for call in calls)
+        assert program["flops"] < program["dense_flops"]
+        assert program["moved_bytes"] < program["dense_bytes"]
+        assert sum(call["expected_ratio"] for call in calls) == pytest.approx(1, abs=0.01)
+        assert [call["call"] for call in calls] == list(range(len(calls)))
+
+
+def test_it_measures_every_call_where_the_code_runs(edgecard, explained) -> None:
+    if edgecard.manifest.verified_on != "host":
+        pytest.skip("this machine cannot run the target")
+    assert explained["shares"] == "measured"
+    for program in explained["programs"].values():
+        assert sum(call["measured_ratio"] for call in program["calls"]) == pytest.approx(
+            1, abs=0.01
+        )
+        assert all(call["measured_us"] >= 0 for call in program["calls"])
+        assert program["measured_us"] > 0
+    heavy = _calls(explained, "step", "EXPERTS")[0]
+    light = _calls(explained, "step", "ROWS_SLICE")[0]
+    assert heavy["measured_us"] > light["measured_us"]
+
+
+def test_it_labels_shares_of_a_foreign_target_as_expected(edgecard) -> None:
+    plan = parse_plan(edgecard.sections["plan"])
+    document = explain_document(
+        plan, find_target("aarch64"), parse_selftest(edgecard.sections["selftest"])
+    )
+    assert document["shares"] == "cost model"
+    call = document["programs"]["step"]["calls"][0]
+    assert call["measured_ratio"] is None
+    assert call["kernel"].endswith("vec128")
+    assert picture(document)["shares"] == "cost model"
+
+
+def test_it_looks_at_sizes_of_the_selftest(edgecard) -> None:
+    plan = parse_plan(edgecard.sections["plan"])
+    found = situations(plan, parse_selftest(edgecard.sections["selftest"]))
+    assert found.keys() == {program.name for program in plan.programs}
+    assert found["step"].tokens == 1
+    assert found["step"].past > 0
+
+
+def test_it_finds_the_repeated_layers(explained) -> None:
+    for program in explained["programs"].values():
+        parts = [Segment(*part) for part in program["segments"]]
+        assert [part.first for part in parts] == [0, *(part.end for part in parts[:-1])]
+        assert parts[-1].end == len(program["calls"])
+        assert max(part.repeats for part in parts) == 3
+
+
+def _chain(layers: int):
+    builder = ModuleBuilder(max_tokens=4)
+    first = at = builder.buffer(4, 32)
+    gamma = builder.vector(32, offset=1.0)
+    for _ in range(layers):
+        norm = builder.call(Op.NORM, [at], [builder.buffer(4, 32)], [gamma], kind=1, eps=1e-5)
+        wide = builder.call(
+            Op.LINEAR, [norm], [builder.buffer(4, 32)], [builder.w4(32, 32)], act=int(Act.RELU)
+        )
+        at = builder.call(Op.ADD, [wide, at], [builder.buffer(4, 32)])
+    builder.program("forward", {"tensor": first}, {"tensor": at})
+    module = builder.module()
+    packed = pack_module(module).packed
+    return parse_plan(emit_plan(module, weights_packed=packed).plan_bytes)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 7])
+def test_it_collapses_a_chain_of_equal_layers(layers) -> None:
+    plan = _chain(layers)
+    (program,) = plan.programs
+    expected = [Segment(0, 3, layers)] if layers > 1 else [Segment(0, 3)]
+    assert segments(plan, program.calls) == expected
+
+
+def test_it_expects_more_of_more_work() -> None:
+    plan = _chain(1)
+    (program,) = plan.programs
+    small = costs(plan, program, Situation(tokens=1)).costs
+    (norm, linear, add) = small
+    assert linear.flops == 2 * 4 * 32 * 32
+    assert norm.sparsity is linear.sparsity is add.sparsity is None
+    tiles = [select_tile(find_target(name).isa) for name in ("x86-64-v3", "x86-64-v1")]
+    fast, slow = (expected_cycles(Op.LINEAR, linear, tile) for tile in tiles)
+    assert fast <= slow
+
+
+def test_it_draws_nodes_that_do_not_overlap(explained) -> None:
+    drawing = picture(explained)
+    boxes = [(node["x"], node["y"]) for node in drawing["nodes"]]
+    assert len(boxes) < 80  # 138 calls, repeats drawn once
+    for at, (x, y) in enumerate(boxes):
+        assert 0 <= x <= drawing["width"] - NODE_WIDTH
+        assert 0 <= y <= drawing["height"] - NODE_HEIGHT
+        for other_x, other_y in boxes[at + 1 :]:
+            assert abs(x - other_x) >= NODE_WIDTH or abs(y - other_y) >= NODE_HEIGHT
+    assert sum(node["density_ratio"] is not None for node in drawing["nodes"]) >= 4
+    for name in explained["programs"]:
+        assert f"program {name}" in [heading["title"] for heading in drawing["headings"]]
+
+
+def test_it_draws_the_shares_of_all_repeats(explained) -> None:
+    total = sum(node["share_ratio"] for node in picture(explained)["nodes"])
+    assert total == pytest.approx(len(explained["programs"]), abs=0.02)
+
+
+def test_it_writes_well_formed_svg_whatever_names_say(explained) -> None:
+    drawing = picture(explained)
+    drawing["nodes"][0]["title"] = "<script>alert(1)</script>"
+    drawing["nodes"][0]["hint"] = '"><b>&'
+    drawing["nodes"][0]["tone"] = '"/><script>'
+    text = svg_text(drawing)
+    root = ElementTree.fromstring(text)
+    assert "<script" not in text
+    assert len(root.findall(f".//{SVG}g")) == len(drawing["nodes"])
+    assert {item.tag for item in root.iter()} <= {
+        SVG + name for name in ("svg", "style", "rect", "path", "text", "g", "title")
+    }
