@@ -4,7 +4,7 @@ The compiler's report grows with the compiler. Names carry their unit (`_bytes`,
 `_ratio`), so that a new figure is shown properly without anybody touching the pages.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,13 +60,19 @@ class Report:
         return bool(self.facts or self.tables)
 
 
-def report_of(document: object) -> Report:
-    """Lay out a report: scalars become facts, lists of objects and flat objects become tables."""
+def report_of(document: object, *, without: Collection[str] = ()) -> Report:
+    """Lay out a report: scalars become facts, lists of objects and flat objects become tables.
+
+    Args:
+        document: The report.
+        without: Names that are shown elsewhere.
+    """
     facts: list[tuple[str, str]] = []
     tables: list[ReportTable] = []
     if isinstance(document, Mapping):
         for name, value in document.items():
-            _place(str(name), value, facts, tables)
+            if name not in without:
+                _place(str(name), value, facts, tables)
     return Report(tuple(facts), tuple(tables))
 
 

@@ -7,7 +7,7 @@ the device downloads whole sections then.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,14 +20,14 @@ from builds.common.clock import Clock, SystemClock
 from builds.common.enqueue import Task, enqueue
 from builds.common.errors import InvalidInputError
 from builds.common.transitions import apply_transition
-from builds.errors import CompileFailure, LeaseLostError
+from builds.errors import CompileFailure
 from builds.models import Bundle, Delta, DeltaTransition
 from builds.services.blobs import blob_keep
 from builds.services.jobs import CLEARED, backoff
+from builds.services.leases import lease_extend, lease_length, lease_require, rows_ring
 from builds.states import DELTA_TRANSITIONS, DeltaEvent, DeltaState
 from compiler.contract.canonical import sha256_hex
 
-MAX_RINGS: Final = 32
 WORKER_LOST: Final = {
     "error_code": "build.app.worker_lost",
     "error_message": "every worker that tried was lost",
@@ -98,7 +98,7 @@ def delta_lease_next(
             actor=owner,
             changes={
                 "lease_owner": owner,
-                "lease_until": now + _lease(),
+                "lease_until": now + lease_length(),
                 "attempt": delta.attempt + 1,
                 "started_at": delta.started_at or now,
             },
@@ -113,9 +113,7 @@ def delta_heartbeat(*, delta: Delta, owner: str, clock: Clock | None = None) -> 
         LeaseLostError: It is somebody else's; stop working.
     """
     now = (clock or SystemClock()).now()
-    rows = Delta.objects.filter(pk=delta.pk, lease_owner=owner, state=DeltaState.BUILDING.value)
-    if rows.update(lease_until=now + _lease()) != 1:
-        raise LeaseLostError(f"{delta} is no longer leased to {owner}")
+    lease_extend(_held(delta), owner, now)
 
 
 def delta_finish(
@@ -133,7 +131,7 @@ def delta_finish(
         sha256 = sha256_hex(output.path.read_bytes())
         blob_keep(path=output.path, sha256=sha256)
     with transaction.atomic():
-        _owned(delta, owner)
+        lease_require(_held(delta), owner)
         apply_transition(
             delta,
             table=DELTA_TRANSITIONS,
@@ -166,7 +164,7 @@ def delta_fail(
         LeaseLostError: The lease is somebody else's; nothing was written.
     """
     now = (clock or SystemClock()).now()
-    _owned(delta, owner)
+    lease_require(_held(delta), owner)
     again = failure.can_retry and delta.attempt < settings.SPARSEFLEET.build_attempts
     apply_transition(
         delta,
@@ -214,16 +212,7 @@ def delta_leases_expire(*, clock: Clock | None = None) -> int:
 def deltas_ring(*, clock: Clock | None = None) -> list[int]:
     """Tell the queue about waiting deltas; return the ids it seems deaf to (as for builds)."""
     now = (clock or SystemClock()).now()
-    patience = timedelta(seconds=settings.SPARSEFLEET.doorbell_patience_s)
-    overdue = []
-    for pk, rung_at in _leasable(now).values_list("pk", "rung_at")[:MAX_RINGS]:
-        if rung_at is not None and now - rung_at < patience:
-            continue
-        with transaction.atomic():
-            Delta.objects.filter(pk=pk).update(rung_at=now)
-            enqueue(Task.DELTA_BUILD, delta_id=pk)
-        if rung_at is not None:
-            overdue.append(pk)
+    overdue = rows_ring(_leasable(now), Task.DELTA_BUILD, "delta_id", now)
     if overdue and Delta.objects.filter(state=DeltaState.BUILDING.value).exists():
         return []
     return overdue
@@ -232,11 +221,7 @@ def deltas_ring(*, clock: Clock | None = None) -> list[int]:
 def deltas_ring_next(*, clock: Clock | None = None) -> None:
     """Tell the queue about the one delta that waits longest, because a worker has become free."""
     now = (clock or SystemClock()).now()
-    pk = _leasable(now).values_list("pk", flat=True).first()
-    if pk is not None:
-        with transaction.atomic():
-            Delta.objects.filter(pk=pk).update(rung_at=now)
-            enqueue(Task.DELTA_BUILD, delta_id=pk)
+    rows_ring(_leasable(now)[:1], Task.DELTA_BUILD, "delta_id", now, is_patient=False)
 
 
 def _leasable(now: datetime) -> QuerySet[Delta]:
@@ -244,13 +229,5 @@ def _leasable(now: datetime) -> QuerySet[Delta]:
     return Delta.objects.filter(due, state=DeltaState.QUEUED.value).order_by("pk")
 
 
-def _owned(delta: Delta, owner: str) -> None:
-    rows = Delta.objects.select_for_update().filter(
-        pk=delta.pk, lease_owner=owner, state=DeltaState.BUILDING.value
-    )
-    if rows.first() is None:
-        raise LeaseLostError(f"{delta} is no longer leased to {owner}")
-
-
-def _lease() -> timedelta:
-    return timedelta(seconds=settings.SPARSEFLEET.build_lease_s)
+def _held(delta: Delta) -> QuerySet[Delta]:
+    return Delta.objects.filter(pk=delta.pk, state=DeltaState.BUILDING.value)

@@ -1,19 +1,22 @@
-"""Dead workers and lost messages: what the tick does about build jobs."""
+"""Leases, dead workers and lost messages: what leased rows share, and the tick for build jobs."""
 
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Final, TypeVar
 
 from django.conf import settings
-from django.db import transaction
+from django.db import models, transaction
+from django.db.models import QuerySet
 
 from builds.common.clock import Clock, SystemClock
 from builds.common.enqueue import Task, enqueue
 from builds.common.transitions import apply_transition
+from builds.errors import LeaseLostError
 from builds.models import BuildJob, BuildTransition
 from builds.services.jobs import CLEARED, WORKING, jobs_leasable
 from builds.states import BUILD_TRANSITIONS, BuildEvent
 
 MAX_RINGS: Final = 32
+Leased = TypeVar("Leased", bound=models.Model)
 
 
 def leases_expire(*, clock: Clock | None = None) -> int:
@@ -64,17 +67,7 @@ def jobs_ring(*, clock: Clock | None = None) -> list[int]:
     is at work, means that messages get lost: the caller should do the job itself.
     """
     now = (clock or SystemClock()).now()
-    patience = timedelta(seconds=settings.SPARSEFLEET.doorbell_patience_s)
-    ids = jobs_leasable(now).values_list("pk", "rung_at")[:MAX_RINGS]
-    overdue = []
-    for pk, rung_at in ids:
-        if rung_at is not None and now - rung_at < patience:
-            continue
-        with transaction.atomic():
-            BuildJob.objects.filter(pk=pk).update(rung_at=now)
-            enqueue(Task.BUILD_RUN, job_id=pk)
-        if rung_at is not None:
-            overdue.append(pk)
+    overdue = rows_ring(jobs_leasable(now), Task.BUILD_RUN, "job_id", now)
     if overdue and BuildJob.objects.filter(state__in=WORKING).exists():
         return []
     return overdue
@@ -83,8 +76,59 @@ def jobs_ring(*, clock: Clock | None = None) -> list[int]:
 def jobs_ring_next(*, clock: Clock | None = None) -> None:
     """Tell the queue about the one job that waits longest, because a worker has become free."""
     now = (clock or SystemClock()).now()
-    pk = jobs_leasable(now).values_list("pk", flat=True).first()
-    if pk is not None:
+    rows_ring(jobs_leasable(now)[:1], Task.BUILD_RUN, "job_id", now, is_patient=False)
+
+
+# What every kind of leased row shares: builds, deltas, first looks at versions.
+
+
+def lease_length() -> timedelta:
+    """Return how long a lease lasts without a sign of life."""
+    return timedelta(seconds=settings.SPARSEFLEET.build_lease_s)
+
+
+def lease_extend(rows: QuerySet[Leased], owner: str, now: datetime) -> None:
+    """Extend the lease of the one row in `rows` that `owner` holds.
+
+    Raises:
+        LeaseLostError: It is somebody else's; stop working.
+    """
+    if rows.filter(lease_owner=owner).update(lease_until=now + lease_length()) != 1:
+        raise LeaseLostError(f"the lease is no longer held by {owner}")
+
+
+def lease_require(rows: QuerySet[Leased], owner: str) -> Leased:
+    """Return the one row in `rows`, locked, if `owner` holds its lease.
+
+    Raises:
+        LeaseLostError: It is somebody else's; write nothing.
+    """
+    row = rows.select_for_update().filter(lease_owner=owner).first()
+    if row is None:
+        raise LeaseLostError(f"the lease is no longer held by {owner}")
+    return row
+
+
+def rows_ring(
+    rows: QuerySet[Leased], task: Task, argument: str, now: datetime, *, is_patient: bool = True
+) -> list[int]:
+    """Tell the queue about waiting rows; return the ids that it was told of long ago.
+
+    Args:
+        rows: What waits, longest first.
+        task: Who does it.
+        argument: Name of the task's argument.
+        now: The time.
+        is_patient: Leave a row alone that the queue was told of within `doorbell_patience_s`.
+    """
+    patience = timedelta(seconds=settings.SPARSEFLEET.doorbell_patience_s)
+    overdue = []
+    for pk, rung_at in list(rows.values_list("pk", "rung_at")[:MAX_RINGS]):
+        if is_patient and rung_at is not None and now - rung_at < patience:
+            continue
         with transaction.atomic():
-            BuildJob.objects.filter(pk=pk).update(rung_at=now)
-            enqueue(Task.BUILD_RUN, job_id=pk)
+            rows.model._default_manager.filter(pk=pk).update(rung_at=now)
+            enqueue(task, **{argument: pk})
+        if rung_at is not None:
+            overdue.append(pk)
+    return overdue

@@ -5,8 +5,7 @@ one of which may wait for the lease of a dead worker to run out. The look waits 
 of `VersionCheck` is the work that waits; it goes when it is done.
 """
 
-from datetime import datetime, timedelta
-from typing import Final
+from datetime import datetime
 
 from django.conf import settings
 from django.db import transaction
@@ -14,13 +13,12 @@ from django.db.models import Q, QuerySet
 
 from builds.common.clock import Clock, SystemClock
 from builds.common.enqueue import Task, enqueue
-from builds.errors import CompileFailure, LeaseLostError
+from builds.errors import CompileFailure
 from builds.models import ModelVersion, VersionCheck
 from builds.services.jobs import backoff, waiting_refuse
+from builds.services.leases import lease_extend, lease_length, lease_require, rows_ring
 from builds.services.version_states import version_accept, version_refuse
 from builds.states import VersionState
-
-MAX_RINGS: Final = 32
 
 
 def check_create(*, version: ModelVersion) -> VersionCheck:
@@ -44,7 +42,7 @@ def check_lease_next(
         if check is None:
             return None
         check.lease_owner = owner
-        check.lease_until = now + _lease()
+        check.lease_until = now + lease_length()
         check.attempt += 1
         check.save(update_fields=["lease_owner", "lease_until", "attempt"])
     return check
@@ -57,9 +55,7 @@ def check_heartbeat(*, check: VersionCheck, owner: str, clock: Clock | None = No
         LeaseLostError: It is somebody else's; stop working.
     """
     now = (clock or SystemClock()).now()
-    rows = VersionCheck.objects.filter(pk=check.pk, lease_owner=owner)
-    if rows.update(lease_until=now + _lease()) != 1:
-        raise LeaseLostError(f"{check} is no longer leased to {owner}")
+    lease_extend(_held(check), owner, now)
 
 
 @transaction.atomic
@@ -69,7 +65,7 @@ def check_accept(*, check: VersionCheck, owner: str) -> None:
     Raises:
         LeaseLostError: The lease is somebody else's; nothing was written.
     """
-    _owned(check, owner).delete()
+    lease_require(_held(check), owner).delete()
     version_accept(version_id=check.version_id, actor=owner)
 
 
@@ -83,7 +79,7 @@ def check_fail(
         LeaseLostError: The lease is somebody else's; nothing was written.
     """
     now = (clock or SystemClock()).now()
-    row = _owned(check, owner)
+    row = lease_require(_held(check), owner)
     version = ModelVersion.objects.select_for_update().get(pk=check.version_id)
     error = (failure.failure_code[:64], str(failure), failure.hint)
     if failure.is_user_fault:
@@ -107,27 +103,13 @@ def check_fail(
 def checks_ring(*, clock: Clock | None = None) -> list[int]:
     """Tell the queue about waiting checks; return the ids it seems deaf to (as for builds)."""
     now = (clock or SystemClock()).now()
-    patience = timedelta(seconds=settings.SPARSEFLEET.doorbell_patience_s)
-    overdue = []
-    for pk, rung_at in _leasable(now).values_list("pk", "rung_at")[:MAX_RINGS]:
-        if rung_at is not None and now - rung_at < patience:
-            continue
-        with transaction.atomic():
-            VersionCheck.objects.filter(pk=pk).update(rung_at=now)
-            enqueue(Task.VERSION_CHECK, check_id=pk)
-        if rung_at is not None:
-            overdue.append(pk)
-    return overdue
+    return rows_ring(_leasable(now), Task.VERSION_CHECK, "check_id", now)
 
 
 def checks_ring_next(*, clock: Clock | None = None) -> None:
     """Tell the queue about the check that waits longest, because a worker has become free."""
     now = (clock or SystemClock()).now()
-    pk = _leasable(now).values_list("pk", flat=True).first()
-    if pk is not None:
-        with transaction.atomic():
-            VersionCheck.objects.filter(pk=pk).update(rung_at=now)
-            enqueue(Task.VERSION_CHECK, check_id=pk)
+    rows_ring(_leasable(now)[:1], Task.VERSION_CHECK, "check_id", now, is_patient=False)
 
 
 def _leasable(now: datetime) -> QuerySet[VersionCheck]:
@@ -136,13 +118,5 @@ def _leasable(now: datetime) -> QuerySet[VersionCheck]:
     return VersionCheck.objects.filter(due, free).order_by("pk")
 
 
-def _owned(check: VersionCheck, owner: str) -> VersionCheck:
-    rows = VersionCheck.objects.select_for_update().filter(pk=check.pk, lease_owner=owner)
-    row = rows.first()
-    if row is None:
-        raise LeaseLostError(f"{check} is no longer leased to {owner}")
-    return row
-
-
-def _lease() -> timedelta:
-    return timedelta(seconds=settings.SPARSEFLEET.build_lease_s)
+def _held(check: VersionCheck) -> QuerySet[VersionCheck]:
+    return VersionCheck.objects.filter(pk=check.pk)

@@ -2,15 +2,19 @@
 
 import json
 from datetime import timedelta
+from typing import Final
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from builds.common.auth import SYSTEM
 from builds.common.clock import SystemClock
+from builds.common.commands import DatabaseCommand
 from fleet.services.claims import claim_create
 
+MAX_HOURS: Final = 24.0 * 366 * 10
 
-class Command(BaseCommand):
+
+class Command(DatabaseCommand):
     """Make a claim token and print it; it cannot be had again."""
 
     help = "Make a claim token with which devices may join the fleet."
@@ -26,6 +30,10 @@ class Command(BaseCommand):
     def handle(self, *args: object, **options: object) -> None:
         """Make it and print it."""
         hours = float(str(options["hours"]))
+        if not 0 <= hours <= MAX_HOURS:
+            raise CommandError(
+                f"--hours {hours:g} is out of range: 0 for ever, at most {MAX_HOURS:g} (ten years)"
+            )
         claim, token = claim_create(
             actor=SYSTEM,
             name=str(options["name"]),

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 
+from builds.common.commands import DatabaseCommand
 from builds.common.errors import NotFoundError
 from fleet.services.replays import Replay, look_replay, rollout_replay
 
 
-class Command(BaseCommand):
+class Command(DatabaseCommand):
     """Decide again and compare; exit status 1 when anything differs."""
 
     help = "Decide stored looks of a gate again, from their stored inputs."

@@ -21,6 +21,7 @@ from compiler.contract.fingerprint import TARGET_LADDER, Fingerprint
 from compiler.contract.telemetry import Sketch
 from fleet import models as fleet
 from tests.factories import builds as make
+from tests.factories.explained import explained_report
 
 TARGETS = ("x86-64-v4-vnni", "x86-64-v3", "x86-64-v1")
 CLAIM = {
@@ -129,6 +130,7 @@ def _bundle(world: World, version: ModelVersion, target: Target, number: int) ->
                 },
             ],
             "notes": ["raise-linear: 65", "raise-moe-native: 8"],
+            **explained_report(),
         },
     )
     steps = ("queued", "leased", "compiling", "verifying", "signing", "ready")

@@ -1,0 +1,226 @@
+"""What the compiler explains about a plan, for the page of a build: a picture and tables. Pure.
+
+The document comes from a worker and is shown to people: every number is bounded, every path is of
+numbers and path letters only, and every text is escaped by the template. What does not fit is left
+out; a report without it (of an older compiler, or of a failed build) shows nothing.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dashboards.reports import ReportTable, cell_text
+
+KEYS: Final = frozenset({"explained", "picture"})
+"""Parts of a report that this module shows; the rest is for `dashboards.reports`."""
+MAX_ITEMS: Final = 2_000
+MAX_PIXELS: Final = 100_000
+MAX_TITLE: Final = 25
+TONES: Final = frozenset({"tiled", "sparse", "plain", "move", "reference"})
+LEGEND: Final = (
+    ("tiled", "4-bit tile kernel"),
+    ("sparse", "leaves work out"),
+    ("plain", "vector kernel"),
+    ("move", "moves data only"),
+    ("reference", "reference kernel"),
+)
+_PATH: Final = re.compile(r"[MCHV0-9 ]{2,200}")
+_COLUMNS: Final = (
+    *("Calls", "Operation", "Fused", "Shape", "Computed of dense", "Why the rest may be left out"),
+    *("FLOPs", "Dense FLOPs", "Moved", "Kernel", "Layout", "Share of time"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanNode:
+    """A box with its texts; `share_width` is the length of its bar in pixels."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+    tone: str
+    title: str
+    detail: str
+    share: str
+    share_width: int
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanText:
+    """A frame or a heading: where it is, how large, and what it says."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+    title: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEdge:
+    """A line between two boxes; `tone` is `far` for one that passes others."""
+
+    path: str
+    tone: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPicture:
+    """A drawing in pixels, `shares` saying whether times were measured."""
+
+    width: int
+    height: int
+    shares: str
+    nodes: tuple[PlanNode, ...]
+    edges: tuple[PlanEdge, ...]
+    frames: tuple[PlanText, ...]
+    headings: tuple[PlanText, ...]
+    legend: tuple[tuple[str, str], ...] = LEGEND
+
+
+def plan_picture(report: object) -> PlanPicture | None:
+    """Return the drawing of a report, or None if it has none that can be drawn."""
+    document = report.get("picture") if isinstance(report, Mapping) else None
+    if not isinstance(document, Mapping):
+        return None
+    nodes = tuple(_node(item) for item in _items(document, "nodes"))
+    width, height = _pixels(document, "width"), _pixels(document, "height")
+    if not nodes or not width or not height:
+        return None
+    return PlanPicture(
+        width,
+        height,
+        _text(document, "shares"),
+        nodes,
+        tuple(_edges(document)),
+        tuple(_label(item, "label") for item in _items(document, "frames")),
+        tuple(_label(item, "title") for item in _items(document, "headings")),
+    )
+
+
+def plan_tables(report: object) -> tuple[ReportTable, ...]:
+    """Return one table per program: its calls, repeated layers once."""
+    explained = report.get("explained") if isinstance(report, Mapping) else None
+    programs = explained.get("programs") if isinstance(explained, Mapping) else None
+    if not isinstance(programs, Mapping):
+        return ()
+    return tuple(
+        _table(str(name), program)
+        for name, program in programs.items()
+        if isinstance(program, Mapping)
+    )
+
+
+def _table(name: str, program: Mapping[str, object]) -> ReportTable:
+    calls = _items(program, "calls")
+    rows = tuple(_row(calls[first::step][:times]) for first, step, times in _shown(program, calls))
+    flops, dense = (cell_text("", program.get(key)) for key in ("flops", "dense_flops"))
+    title = f"Program {name}: {flops} of {dense} dense FLOPs"
+    return ReportTable(title, _COLUMNS, rows, rows_left_out=0)
+
+
+def _shown(
+    program: Mapping[str, object], calls: Sequence[Mapping[str, object]]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (first call, distance to the same call of the next layer, layers) of every row."""
+    segments = program.get("segments")
+    for part in segments if isinstance(segments, list) else ():
+        if not isinstance(part, list) or len(part) != 3:
+            continue
+        first, length, repeats = (_bounded(item) for item in part)
+        for at in range(first, min(first + length, len(calls))):
+            yield at, max(1, length), max(1, repeats)
+
+
+def _row(same: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
+    call = same[0]
+    sparsity = call.get("sparsity")
+    computed = why = ""
+    if isinstance(sparsity, Mapping):
+        computed = " ".join(
+            (_text(sparsity, "kept"), "of", _text(sparsity, "of"), _text(sparsity, "kind"))
+        )
+        why = _text(sparsity, "proof")
+    key = "measured_ratio" if call.get("measured_ratio") is not None else "expected_ratio"
+    number = _text(call, "call") + (f" ×{len(same)}" if len(same) > 1 else "")  # noqa: RUF001
+    return (
+        number,
+        _text(call, "title"),
+        cell_text("", call.get("fused") or ""),
+        _text(call, "shape"),
+        computed,
+        why,
+        cell_text("", _total(same, "flops")),
+        cell_text("", _total(same, "dense_flops")),
+        cell_text("moved_bytes", _total(same, "moved_bytes")),
+        _text(call, "kernel"),
+        _text(call, "layout"),
+        cell_text("share_ratio", _total(same, key)),
+    )
+
+
+def _total(same: Sequence[Mapping[str, object]], key: str) -> float:
+    values = (item.get(key) for item in same)
+    return sum(value for value in values if isinstance(value, (int, float)))
+
+
+def _node(item: Mapping[str, object]) -> PlanNode:
+    width, share = _pixels(item, "width"), item.get("share_ratio")
+    part = min(max(float(share), 0.0), 1.0) if isinstance(share, (int, float)) else 0.0
+    title, density, tone = _text(item, "title"), _text(item, "density"), _text(item, "tone")
+    return PlanNode(
+        x=_pixels(item, "x"),
+        y=_pixels(item, "y"),
+        width=width,
+        height=_pixels(item, "height"),
+        tone=tone if tone in TONES else "move",
+        title=title if len(title) <= MAX_TITLE else title[: MAX_TITLE - 1] + "…",
+        detail=" · ".join(part for part in (_text(item, "detail"), density) if part),
+        share=_text(item, "share"),
+        share_width=round(part * max(0, width - 12)),
+        hint=_text(item, "hint"),
+    )
+
+
+def _edges(document: Mapping[str, object]) -> Iterator[PlanEdge]:
+    for item in _items(document, "edges"):
+        path = item.get("path")
+        if isinstance(path, str) and _PATH.fullmatch(path):
+            yield PlanEdge(path, "far" if item.get("is_skip") is True else "near")
+
+
+def _label(item: Mapping[str, object], title: str) -> PlanText:
+    return PlanText(
+        _pixels(item, "x"),
+        _pixels(item, "y"),
+        _pixels(item, "width"),
+        _pixels(item, "height"),
+        _text(item, title),
+        _text(item, "detail"),
+    )
+
+
+def _items(document: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
+    found = document.get(key)
+    if not isinstance(found, list):
+        return []
+    return [item for item in found[:MAX_ITEMS] if isinstance(item, Mapping)]
+
+
+def _pixels(item: Mapping[str, object], key: str) -> int:
+    return _bounded(item.get(key))
+
+
+def _bounded(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 0
+    return min(max(value, 0), MAX_PIXELS)
+
+
+def _text(item: Mapping[str, object], key: str) -> str:
+    value = item.get(key)
+    return "" if value is None else cell_text("", value)

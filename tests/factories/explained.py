@@ -1,0 +1,27 @@
+"""What a compile report says about a plan, of a small decoder that is never built."""
+
+from functools import cache
+from typing import Any
+
+from compiler.contract.plan import parse_plan
+from compiler.contract.selftest import SelfTest
+from compiler.driver.explain.document import explain_document
+from compiler.driver.explain.picture import picture
+from compiler.emitters.plan import emit_plan
+from compiler.hardware.targets import find_target
+from compiler.quant.module import pack_module
+from tests.factories.modules import small_decoder
+
+
+@cache
+def explained_report() -> dict[str, Any]:
+    """Return the parts `explained` and `picture` of a report."""
+    module = small_decoder(9)
+    emitted = emit_plan(module, weights_packed=pack_module(module).packed)
+    plan = parse_plan(emitted.plan_bytes)
+    times = {
+        program.name: [1e-6 * (at + 1) for at in range(len(program.calls))]
+        for program in plan.programs
+    }
+    document = explain_document(plan, find_target("x86-64-v3"), SelfTest((), {}), times)
+    return {"explained": document, "picture": picture(document)}
