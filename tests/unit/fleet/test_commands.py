@@ -33,6 +33,22 @@ def test_it_prints_a_claim_token_for_people_that_ends(clock):
     assert claim.expires_at is not None
 
 
+@pytest.mark.parametrize("hours", ["1e300", "-1", "nan", "inf", "99999"])
+def test_it_refuses_hours_that_no_calendar_holds(hours):
+    with pytest.raises(CommandError, match="at most 87840"):
+        run("claim_create", "--name", "day", f"--hours={hours}")
+    assert not ClaimToken.objects.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [("claim_create", "--name", "day"), ("gate_replay", "1")], ids=lambda a: a[0]
+)
+def test_it_asks_for_a_database_first(monkeypatch, arguments):
+    monkeypatch.setattr("builds.common.commands.database_fault", lambda: "there is no database yet")
+    with pytest.raises(CommandError, match="hint: run manage.py migrate"):
+        run(*arguments)
+
+
 @pytest.fixture
 def fleet() -> SimulatedFleet:
     fleet = SimulatedFleet(per_target=2)
