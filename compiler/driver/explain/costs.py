@@ -39,7 +39,7 @@ class Sparsity:
     """What a call leaves out.
 
     Attributes:
-        kind: `experts`, `tokens` or `causal`.
+        kind: `experts`, `tokens`, `causal` or `window`.
         kept, of: How many of how many units are computed.
         proof: Why leaving the rest out is allowed.
     """
@@ -175,23 +175,30 @@ def _matrix(program: ProgramCosts, call: PlanCall) -> CallCost:
 
 
 def _attention(program: ProgramCosts, call: PlanCall) -> CallCost:
-    rows, width = program.rows(call.inputs[0]), program.plan.buffers[call.inputs[0]].cols
-    keys, layer = program.rows(call.inputs[1]), int(call.params["kv_layer"])
-    past = program.situation.past if layer >= 0 else 0
-    every = rows * (past + keys)
-    done = rows * past + rows * (rows + 1) // 2 if layer >= 0 or call.params["causal"] else every
-    dense = rows * (past * program.situation.past_ratio + keys * program.ratio(call))
+    rows, layer = program.rows(call.inputs[0]), int(call.params["kv_layer"])
     if layer >= 0:
-        program.appended, program.appended_ratio = keys, program.ratio(call)
+        program.appended, program.appended_ratio = rows, program.ratio(call)
+    if not call.outputs:
+        return _made(0)
+    width, ratio = program.plan.buffers[call.outputs[0]].cols, program.ratio(call)
+    past = program.situation.past if layer >= 0 else 0
+    every = rows * (past + rows)
+    done = rows * past + rows * (rows + 1) // 2 if layer >= 0 or call.params["causal"] else every
+    window = int(call.params.get("window", 0))
+    if window:
+        sink = int(call.params.get("sink", 0))
+        done = sum(min(past + at + 1, window + sink) for at in range(rows))
+    dense = rows * (past * program.situation.past_ratio + rows * ratio)
     sparsity = None
     if done < every:
-        proof = "exact: a query never sees what comes after it"
-        sparsity = Sparsity("causal", done, every, proof)
+        what = "comes after it or left its window" if window else "comes after it"
+        proof = f"exact: a query never sees what {what}"
+        sparsity = Sparsity("window" if window else "causal", done, every, proof)
     return _made(4 * width * done, round(4 * width * dense), sparsity)
 
 
 def _scores(program: ProgramCosts, call: PlanCall) -> CallCost:
-    return _made(2 * program.elements(call.inputs[1]))
+    return _made(2 * program.elements(call.inputs[min(1, len(call.inputs) - 1)]))
 
 
 def _prune(program: ProgramCosts, call: PlanCall) -> CallCost:
@@ -208,8 +215,19 @@ def _route(program: ProgramCosts, call: PlanCall) -> CallCost:
 
 
 def _experts(program: ProgramCosts, call: PlanCall) -> CallCost:
-    rows, chosen = program.rows(call.inputs[0]), program.plan.buffers[call.inputs[1]].cols
-    macs = program.macs_of_weights(call, Kind.W4)
+    return _chosen(program, call, program.plan.buffers[call.inputs[1]].cols)
+
+
+def _moe_layer(program: ProgramCosts, call: PlanCall) -> CallCost:
+    inner = _chosen(program, call, int(call.params["k"]))
+    held = [program.plan.weights[at] for at in call.weights if at >= 0]
+    router = sum(item.rows * item.cols for item in held if item.kind is Kind.F32)
+    routed = 2 * program.rows(call.inputs[0]) * router
+    return _made(inner.flops + routed, inner.dense_flops + routed, inner.sparsity)
+
+
+def _chosen(program: ProgramCosts, call: PlanCall, chosen: int) -> CallCost:
+    rows, macs = program.rows(call.inputs[0]), program.macs_of_weights(call, Kind.W4)
     held = [at for at in call.weights if at >= 0 and program.plan.weights[at].kind is Kind.W4]
     experts = max(1, len(held) // 2)
     proof = "exact: the router gives every other expert the weight 0"
@@ -238,5 +256,6 @@ _RULES: Final[Mapping[Op, Callable[[ProgramCosts, PlanCall], CallCost]]] = Mappi
         Op.PRUNE_TOP_P: _prune,
         Op.ROUTE: _route,
         Op.EXPERTS: _experts,
+        Op.MOE_LAYER: _moe_layer,
     }
 )

@@ -123,7 +123,7 @@ def call_facts(
     plan: Plan, call: PlanCall, cost: CallCost, tile: TileSpec, target: Target
 ) -> dict[str, Json]:
     """Return what is known about one call without running it."""
-    buffer = plan.buffers[call.outputs[0]]
+    buffer = plan.buffers[(*call.outputs, *call.inputs)[0]]
     sparsity = cost.sparsity
     kinds = sorted({plan.weights[at].kind for at in call.weights if at >= 0})
     tiled = KERNELS[call.op].tiled
@@ -156,11 +156,12 @@ def call_facts(
 
 def title_of(call: PlanCall) -> str:
     """Return the name of an operation for people, its kind included."""
-    kind = call.params.get("kind")
-    if call.op is Op.NORM and kind is not None:
-        return f"{NormKind(int(kind)).name.lower()} norm"
-    if call.op is Op.UNARY and kind is not None:
-        return UnaryKind(int(kind)).name.lower()
+    if call.op is Op.NORM:
+        return f"{NormKind(int(call.params['kind'])).name.lower()} norm"
+    if call.op is Op.UNARY:
+        return UnaryKind(int(call.params["kind"])).name.lower()
+    if call.op is Op.ATTENTION and call.params.get("append_only"):
+        return "cache append"
     if call.op is Op.LINEAR_F32:
         return "linear f32"
     return call.op.name.lower().replace("_", " ")
@@ -169,6 +170,8 @@ def title_of(call: PlanCall) -> str:
 def fused_parts(call: PlanCall) -> list[Json]:
     """Return what a call does besides its own operation: what once were operations of their own."""
     parts: list[Json] = []
+    if call.params.get("norm"):
+        parts.append(f"{NormKind(int(call.params['norm']) - 1).name.lower()} norm before")
     if call.op in (Op.LINEAR, Op.LINEAR_F32, Op.CONV2D):
         if len(call.weights) > 1 and call.weights[1] >= 0:
             parts.append("bias")
@@ -177,19 +180,30 @@ def fused_parts(call: PlanCall) -> list[Json]:
     if any(param.name == "act" for param in PARAMS[call.op]):
         parts += _activation(call)
     if call.op is Op.ATTENTION:
-        parts += ["scale", "softmax"]
-        parts += ["causal mask"] if call.params["causal"] else []
-        parts += ["cache append"] if call.params["kv_layer"] >= 0 else []
-    if call.op is Op.EXPERTS:
-        parts += ["dispatch", "both matrices of every chosen expert", "weighted merge"]
-    if call.op is Op.ROUTE:
+        parts += _attention_parts(call)
+    if call.op in (Op.ROUTE, Op.MOE_LAYER):
         parts += ["router matrix", "softmax", "top-k"]
+    if call.op in (Op.EXPERTS, Op.MOE_LAYER):
+        parts += ["dispatch", "both matrices of every chosen expert", "weighted merge"]
+    if call.op is Op.MOE_LAYER:
+        parts = ["norm before", *parts, *(["residual"] if call.params.get("residual") else [])]
+    return parts
+
+
+def _attention_parts(call: PlanCall) -> list[Json]:
+    parts: list[Json] = []
+    if len(call.inputs) > 3 and call.inputs[3] >= 0:
+        parts.append("rope")
+    if not call.params.get("append_only"):
+        parts += ["scale", "softmax"]
+    parts += ["causal mask"] if call.params["causal"] else []
+    parts += ["cache append"] if call.params["kv_layer"] >= 0 else []
     return parts
 
 
 def _activation(call: PlanCall) -> list[Json]:
     number = int(call.params["act"])
-    if call.op is Op.EXPERTS:
+    if call.op in (Op.EXPERTS, Op.MOE_LAYER):
         return [ExpertAct(number).name.lower()]
     return [Act(number).name.lower()] if number != Act.NONE else []
 

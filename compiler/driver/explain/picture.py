@@ -170,7 +170,7 @@ def _node(
 def _density(sparsity: Mapping[str, Any] | None) -> str:
     if sparsity is None:
         return ""
-    if sparsity["kind"] == "causal":
+    if sparsity["kind"] in ("causal", "window"):
         return f"{sparsity['kept'] / sparsity['of']:.0%} of the scores"
     return f"{sparsity['kept']} of {sparsity['of']} {sparsity['kind']}"
 

@@ -45,7 +45,7 @@ def test_it_refuses_hours_that_no_calendar_holds(hours):
 )
 def test_it_asks_for_a_database_first(monkeypatch, arguments):
     monkeypatch.setattr("builds.common.commands.database_fault", lambda: "there is no database yet")
-    with pytest.raises(CommandError, match="hint: run manage.py migrate"):
+    with pytest.raises(CommandError, match="hint: run manage"):
         run(*arguments)
 
 
