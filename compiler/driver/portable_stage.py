@@ -15,6 +15,7 @@ from typing import Final
 from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha256_hex
 from compiler.contract.plan import Plan, parse_plan
 from compiler.contract.planes import Plane
+from compiler.driver.activity import activity_facts
 from compiler.driver.base_grids import base_weights, kept_codes
 from compiler.driver.cache import StageCache, cache_key
 from compiler.driver.calibrate import record_cached
@@ -83,6 +84,7 @@ def make_portable(
         **_plan_facts(plan, emitted),
         **weight_facts,
         **learned.facts,
+        **activity_facts(lowered.module, record),
         "notes": list(lowered.notes),
     }
     sections = {**emitted.sections, **learned.sections}
