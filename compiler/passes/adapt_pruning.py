@@ -13,8 +13,9 @@ After, for `prune = {mode = top_p, p = 0.8, ...}` of `pipeline.json`:
       %e = "sp.linear"(%t, ...)
 
 What follows the pruning runs on the T rows that were kept, so it must be row-wise; anything else
-would mix rows of another number than it was written for and is refused. Runs before `compose`;
-does nothing without the option.
+would mix rows of another number than it was written for and is refused. A model that prunes
+nothing is given a pruning first, see `prune_source`. Runs before `compose`; does nothing without
+the option.
 """
 
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from compiler.passes.functions import (
 from compiler.passes.functions import set_results as set_function_results
 from compiler.passes.last_row import ROW_OPERANDS
 from compiler.passes.pipeline_spec import PruneSpec
+from compiler.passes.prune_source import keep_every_token
 from compiler.passes.rewriting import erase_dead, insert_before
 from compiler.passes.selection import refuse
 
@@ -62,20 +64,20 @@ class AdaptPruning:
         """Split vision at its one pruning.
 
         Raises:
-            UnsupportedOperatorError: There is no pruning, or what follows it is not row-wise.
+            UnsupportedOperatorError: There is no pruning and no place for one, what follows it is
+                not row-wise, or a class token is asked for that does not exist.
             MalformedModelError: The bounds do not fit the tokens or the cache.
         """
         rule = ctx.spec.prune
         if rule is None or any(func.sym_name.data == PROJECTOR for func in functions(module)):
             return PassResult(0)
         vision = function(module, VISION)
-        prunes = [op for op in body(vision).ops if isinstance(op, PruneOp)]
-        if len(prunes) != 1 or not isinstance(prunes[0].score.owner, AttentionRowOp):
+        old = _pruning(vision)
+        if rule.score == "row" and not old.score_offset.value.data:
             raise UnsupportedOperatorError(
-                f"pruning top_p needs one DynamicPrune by attention in vision, not {len(prunes)}",
-                hint='leave "prune" out of pipeline.json, or export the model with DynamicPrune',
+                "pruning by the attention of one row needs a class token, and there is none",
+                hint='write "score": "mean" into "prune" of pipeline.json',
             )
-        old = prunes[0]
         projector = _Projector(ctx, old).function(vision)
         new = _adapted(old, rule, ctx)
         set_function_results(
@@ -85,6 +87,19 @@ class AdaptPruning:
         module.body.block.insert_op_after(projector, vision)
         most = shape_of(new.kept)[-2]
         return PassResult(1, (f"top-p {rule.p:g}, at most {most} rows",))
+
+
+def _pruning(vision: FuncOp) -> PruneOp:
+    """Return the one pruning of vision; one that keeps every token if it has none."""
+    prunes = [op for op in body(vision).ops if isinstance(op, PruneOp)]
+    old = prunes[0] if len(prunes) == 1 else None if prunes else keep_every_token(vision)
+    if old is None or not isinstance(old.score.owner, AttentionRowOp):
+        raise UnsupportedOperatorError(
+            "pruning top_p needs one DynamicPrune in vision, or none and tokens that are the rows"
+            " of its last attention",
+            hint='leave "prune" out of pipeline.json, or export the model with DynamicPrune',
+        )
+    return old
 
 
 def _adapted(old: PruneOp, rule: PruneSpec, ctx: PassContext) -> PruneTopPOp:

@@ -44,6 +44,8 @@ class TinyShape:
     kv_heads: int = 2
     layers: int = 2
     keep: int = 6
+    prunes: bool = True
+    class_token: bool = True
     vocabulary: int = 12
     experts: int = 4
     hidden: int = 8
@@ -65,11 +67,17 @@ def tiny_vision(shape: TinyShape = TinyShape()) -> onnx.ModelProto:
     x = b.op("Relu", b.op("Conv", "image", b.weight(width, 1, 3, 3), b.weight(width), **conv))
     x = b.op("Transpose", b.op("Reshape", x, b.ints(-1, width, count)), perm=[0, 2, 1])
     x = b.op("Add", x, b.weight(1, count, width))
-    x = b.op("Concat", b.weight(1, 1, width), x, axis=1)
+    if shape.class_token:
+        x = b.op("Concat", b.weight(1, 1, width), x, axis=1)
     h = b.op("LayerNormalization", x, b.weight(width), b.weight(width), axis=-1, epsilon=1e-5)
     q, k, v = (split_heads(b, linear(b, h, width, width), shape) for _ in range(3))
     attended = merge_heads(b, attention(b, q, k, v, shape), shape)
     x = b.op("Add", x, linear(b, attended, width, width))
+    inputs = {"image": ("float32", ("n", 1, shape.side, shape.side))}
+    if not shape.prunes:
+        first = b.ints(int(shape.class_token))
+        patches = b.op("Slice", x, first, b.ints(2**63 - 1), b.ints(1), b.ints(1))
+        return b.model(inputs, {"tokens": linear(b, patches, width, width)})
     row = b.op("Slice", q, b.ints(0), b.ints(1), b.ints(2), b.ints(1))
     scores = b.op("MatMul", row, b.op("Transpose", k, perm=[0, 1, 3, 2]))
     scores = b.op("Softmax", b.op("Div", scores, b.const(shape.head_dim**0.5)), axis=-1)
@@ -77,7 +85,6 @@ def tiny_vision(shape: TinyShape = TinyShape()) -> onnx.ModelProto:
     patches = b.op("Slice", x, b.ints(1), b.ints(2**63 - 1), b.ints(1), b.ints(1))
     kept, index = b.ops("DynamicPrune", patches, seen, count=2, domain=DOMAIN, k=shape.keep)
     tokens = linear(b, kept, width, width)
-    inputs = {"image": ("float32", ("n", 1, shape.side, shape.side))}
     model = b.model(inputs, {"tokens": tokens, "kept": index}, [PRUNE])
     return _typed(model, {"tokens": "float32", "kept": "int64"})
 
@@ -277,10 +284,13 @@ def graph_document(model: onnx.ModelProto) -> dict[str, Any]:
 
 def tiny_document(shape: TinyShape = TinyShape()) -> dict[str, Any]:
     """Return the pipeline.json of the tiny vision-language model."""
+    components = json.loads(json.dumps(VISION_COMPONENTS))
+    if not shape.prunes:
+        del components["vision"]["outputs"]["kept"]
     return {
         "schema": "sparsefleet.pipeline/1",
         "family": "vision-embed-decoder",
-        "components": json.loads(json.dumps(VISION_COMPONENTS)),
+        "components": components,
         "image": {
             "height": shape.side,
             "width": shape.side,

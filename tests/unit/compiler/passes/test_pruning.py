@@ -17,7 +17,7 @@ from tests.factories.onnx_models import (
     write_pruned,
     write_submission,
 )
-from tests.factories.onnx_runs import OnnxAnswers, lowered
+from tests.factories.onnx_runs import OnnxAnswers, lowered, session
 
 ROUTED = (Op.EXPERTS, Op.MOE_LAYER)
 ALL = TinyShape(keep=16)
@@ -138,6 +138,49 @@ def test_merging_adds_context_tokens(tmp_path: Path) -> None:
         if token not in kept or not np.array_equal(row, kept[token])
     ]
     assert len(changed) == 3
+
+
+@pytest.mark.parametrize(("class_token", "score"), [(True, "row"), (True, "mean"), (False, "mean")])
+def test_a_model_that_prunes_nothing_can_be_pruned(
+    tmp_path: Path, class_token: bool, score: str
+) -> None:
+    shape = TinyShape(prunes=False, class_token=class_token)
+    directory = write_pruned(tmp_path, shape, p=0.5, merge=2, score=score)
+    module, vision = lowered(directory).module, session(tmp_path / "vision.onnx")
+    call = next(c for c in module.programs[0].calls if c.op is Op.ATTENTION_SCORE)
+    wanted = (0 if score == "row" else -1, int(class_token))
+    assert (call.params["row"], call.params["first"]) == wanted
+    for pixels in pictures():
+        simulator, found, count = seen(module, pixels)
+        image = pixels[None, None].astype(np.float32) / 127.5 - 1
+        (tokens,) = vision.run(None, {"image": image})
+        index = found["positions"][:count, 0]
+        exact = np.abs(prefill(simulator, found, count) - tokens[0][index]).max(axis=1) < 1e-5
+        assert exact.sum() >= count - 2
+        assert 3 <= count < 16
+        assert simulator.kv_length == count
+
+
+def test_a_model_without_class_token_needs_the_mean(tmp_path: Path) -> None:
+    shape = TinyShape(prunes=False, class_token=False)
+    with pytest.raises(UnsupportedOperatorError, match="there is none") as caught:
+        lowered(write_pruned(tmp_path, shape, p=0.5))
+    assert '"score": "mean"' in caught.value.hint
+
+
+def test_it_refuses_tokens_that_are_not_the_rows_of_attention(tmp_path: Path) -> None:
+    shape = TinyShape(prunes=False, class_token=False)
+    models, document = tiny_models(shape), tiny_document(shape)
+    graph = models["vision"].graph
+    final = next(n for n in graph.node if n.output[0] == graph.output[0].name)
+    made, final.output[0] = final.output[0], "before"
+    order = onnx.numpy_helper.from_array(np.arange(16)[::-1].copy(), "order")
+    graph.initializer.append(order)
+    graph.node.append(onnx.helper.make_node("Gather", ["before", "order"], [made], axis=1))
+    document["prune"] = {"mode": "top_p", "p": 0.5, "score": "mean"}
+    with pytest.raises(UnsupportedOperatorError) as caught:
+        lowered(write_submission(tmp_path, models, document))
+    assert "rows of its last attention" in str(caught.value)
 
 
 def _bias_per_row(models: dict[str, onnx.ModelProto]) -> None:
