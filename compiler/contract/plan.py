@@ -58,6 +58,7 @@ from compiler.contract.plan_format import (
     Record,
     weight_bytes,
 )
+from compiler.contract.tiles import live_tiles
 
 
 class PlanError(ContractError):
@@ -263,8 +264,16 @@ def _read_weight(row: tuple[object, ...], sections: tuple[PlanSection, ...]) -> 
     _need(kind in list(Kind), f"weight kind {kind} is unknown")
     _need(section < len(sections), f"a weight lies in section {section} of {len(sections)}")
     _need(1 <= rows <= MAX_DIM and 1 <= cols <= MAX_DIM, f"a weight of {rows} x {cols}")
-    expected = weight_bytes(Kind(kind), rows, cols)
-    _need(length == expected, f"a weight of {rows} x {cols} takes {expected} bytes, not {length}")
+    if Kind(kind) is Kind.W4_TILES:
+        _need(
+            live_tiles(rows, cols, length) is not None,
+            f"{length} bytes hold no number of tiles of a weight of {rows} x {cols}",
+        )
+    else:
+        expected = weight_bytes(Kind(kind), rows, cols)
+        _need(
+            length == expected, f"a weight of {rows} x {cols} takes {expected} bytes, not {length}"
+        )
     _need(offset % ALIGNMENT == 0, f"a weight starts at {offset}, not at a multiple of {ALIGNMENT}")
     _need(
         offset + length <= sections[section].length,

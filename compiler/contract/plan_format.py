@@ -54,6 +54,8 @@ class Kind(IntEnum):
     """(rows, cols) i32, row-major."""
     F32_TAPS = 3
     """(rows, cols) f32 stored as [rows / PANEL][cols][PANEL], zero padded: windows of CONV2D."""
+    W4_TILES = 4
+    """Live tiles of W4 only, see `compiler.contract.tiles`; its bytes depend on their number."""
 
 
 class Direction(IntEnum):
@@ -147,7 +149,13 @@ RECORDS: Final = (HEADER, SECTION, WEIGHT, BUFFER, PROGRAM, PORT, CALL)
 
 DTYPE_NAMES: Final = {DType.F32: "f32", DType.I32: "i32", DType.U8: "u8"}
 DTYPE_BYTES: Final = {DType.F32: 4, DType.I32: 4, DType.U8: 1}
-KIND_NAMES: Final = {Kind.W4: "w4", Kind.F32: "f32", Kind.I32: "i32", Kind.F32_TAPS: "taps"}
+KIND_NAMES: Final = {
+    Kind.W4: "w4",
+    Kind.F32: "f32",
+    Kind.I32: "i32",
+    Kind.F32_TAPS: "taps",
+    Kind.W4_TILES: "w4",
+}
 
 
 def align(value: int, to: int = ALIGNMENT) -> int:

@@ -4,25 +4,84 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from xdsl.dialects.builtin import (
+    ArrayAttr,
     DenseArrayBase,
     DictionaryAttr,
     FloatAttr,
+    IntAttr,
     IntegerAttr,
     StringAttr,
     TensorType,
 )
-from xdsl.ir import Dialect, SSAValue
+from xdsl.ir import Attribute, Dialect, ParametrizedAttribute, SSAValue
 from xdsl.irdl import (
     AttrSizedOperandSegments,
     IRDLOperation,
+    irdl_attr_definition,
     irdl_op_definition,
+    opt_prop_def,
+    param_def,
     prop_def,
     var_operand_def,
     var_result_def,
 )
+from xdsl.parser import AttrParser
+from xdsl.printer import Printer
+from xdsl.utils.exceptions import VerifyException
 
 from compiler.dialects.properties import integer, integers, real, require
 from compiler.dialects.types import Tensor, shape_of
+
+LAYOUTS: Final = ("tiles",)
+
+
+@irdl_attr_definition
+class LayoutAttr(ParametrizedAttribute):
+    """How the four-bit weights of a call are stored, and how many tiles they keep.
+
+    Written `#hw.layout<"tiles", block [16, 32], live 131 of 256>`.
+    """
+
+    name = "hw.layout"
+    kind: StringAttr = param_def()
+    block: ArrayAttr[IntAttr] = param_def()
+    live: IntAttr = param_def()
+    tiles: IntAttr = param_def()
+
+    @classmethod
+    def make(cls, kind: str, block: Sequence[int], live: int, tiles: int) -> "LayoutAttr":
+        """Build the attribute from plain values."""
+        sizes = ArrayAttr([IntAttr(size) for size in block])
+        return cls(StringAttr(kind), sizes, IntAttr(live), IntAttr(tiles))
+
+    def verify(self) -> None:
+        """Refuse layouts without a kernel, and more tiles than there are."""
+        if self.kind.data not in LAYOUTS:
+            raise VerifyException(f"no kernel reads layout {self.kind.data!r}")
+        if not 0 <= self.live.data <= self.tiles.data:
+            raise VerifyException(f"{self.live.data} of {self.tiles.data} tiles are live")
+
+    @classmethod
+    def parse_parameters(cls, parser: AttrParser) -> Sequence[Attribute]:
+        """Parse the text between the angle brackets, brackets included."""
+        with parser.in_angle_brackets():
+            kind = parser.parse_str_literal()
+            parser.parse_punctuation(",")
+            parser.parse_keyword("block")
+            square = parser.Delimiter.SQUARE
+            block = parser.parse_comma_separated_list(square, parser.parse_integer)
+            parser.parse_punctuation(",")
+            parser.parse_keyword("live")
+            live = parser.parse_integer()
+            parser.parse_keyword("of")
+            tiles = parser.parse_integer()
+        return cls.make(kind, block, live, tiles).parameters
+
+    def print_parameters(self, printer: Printer) -> None:
+        """Print the text that `parse_parameters` reads."""
+        block = ", ".join(str(size.data) for size in self.block.data)
+        live = f"live {self.live.data} of {self.tiles.data}"
+        printer.print_string(f'<"{self.kind.data}", block [{block}], {live}>')
 
 
 @irdl_op_definition
@@ -30,7 +89,8 @@ class CallOp(IRDLOperation):
     """One record of the tape: `op` of the catalogue over matrices and constants.
 
     `slots` and `weight_slots` give, per operand position of the catalogue entry, the index into
-    `arguments` or `weights`, or -1 for an absent operand. `layer` numbers expert layers.
+    `arguments` or `weights`, or -1 for an absent operand. `layout` says how four-bit weights are
+    stored if not densely.
     """
 
     name = "hw.call"
@@ -40,6 +100,7 @@ class CallOp(IRDLOperation):
     params = prop_def(DictionaryAttr)
     slots = prop_def(DenseArrayBase)
     weight_slots = prop_def(DenseArrayBase)
+    layout = opt_prop_def(LayoutAttr)
     outputs = var_result_def(TensorType)
     irdl_options = (AttrSizedOperandSegments(as_property=True),)
 
@@ -106,4 +167,4 @@ def _slots(operands: Sequence[SSAValue | None]) -> list[int]:
     return slots
 
 
-Hw: Final = Dialect("hw", [CallOp], [])
+Hw: Final = Dialect("hw", [CallOp], [LayoutAttr])

@@ -93,7 +93,7 @@ def _check_base(
 def _plan_places(plan: Plan) -> Iterable[Place]:
     counts: dict[str, int] = {}
     for weight in plan.weights:
-        if weight.kind is Kind.W4:
+        if weight.kind in (Kind.W4, Kind.W4_TILES):
             name = plan.sections[weight.section].name
             yield name, counts.setdefault(name, 0)
             counts[name] += 1

@@ -19,7 +19,13 @@ from compiler.kernels.program import Buffer, Call, KvCache, Module, Program, Wei
 from compiler.quant.w4 import PackedW4, dequantise_w4, unpack_w4
 from compiler.simulator import Simulator
 
-_MODULE_KINDS: Final = {Kind.W4: "w4", Kind.F32: "f32", Kind.I32: "i32", Kind.F32_TAPS: "f32"}
+_MODULE_KINDS: Final = {
+    Kind.W4: "w4",
+    Kind.W4_TILES: "w4",
+    Kind.F32: "f32",
+    Kind.I32: "i32",
+    Kind.F32_TAPS: "f32",
+}
 
 
 def module_of(sections: Mapping[str, bytes]) -> tuple[Module, dict[int, PackedW4]]:

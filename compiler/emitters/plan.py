@@ -32,9 +32,12 @@ from compiler.contract.plan_format import (
     weight_parts,
 )
 from compiler.contract.planes import Plane
+from compiler.contract.tiles import live_tiles, tile_parts
 from compiler.emitters.memory import MemoryPlan, buffer_bytes, plan_memory
+from compiler.emitters.tiles import pack_tiles, unpack_tiles
 from compiler.kernels.program import (
     ABSENT,
+    TILES,
     Call,
     Module,
     ProgramError,
@@ -51,6 +54,7 @@ _PLANE_KINDS: Mapping[Kind, tuple[str, ...]] = {
     Kind.F32: ("f32",),
     Kind.I32: ("raw",),
     Kind.F32_TAPS: ("f32",),
+    Kind.W4_TILES: ("codes4", "scales8", "f32", "raw", "raw"),
 }
 
 
@@ -99,8 +103,8 @@ def emit_plan(module: Module, *, weights_packed: Mapping[int, PackedW4]) -> Emit
         writer = _SectionWriter()
         for weight in module.weights:
             if weight.section == name:
-                kind = kinds[weight.id]
-                at, length = writer.add(kind, weight, _stored(kind, weight, weights_packed))
+                kind, arrays = _stored(kinds[weight.id], weight, weights_packed)
+                at, length = writer.add(kind, weight, arrays)
                 placed[weight.id] = _Placed(kind, number, at, length)
         sections[name] = bytes(writer.data)
         planes[name] = tuple(writer.planes)
@@ -117,6 +121,11 @@ def read_packed(plan: Plan, sections: Mapping[str, bytes]) -> dict[int, PackedW4
     """
     found: dict[int, PackedW4] = {}
     for number, weight in enumerate(plan.weights):
+        live = live_tiles(weight.rows, weight.cols, weight.length)
+        if weight.kind is Kind.W4_TILES and live is not None:
+            data = sections[plan.sections[weight.section].name]
+            stored = data[weight.offset : weight.offset + weight.length]
+            found[number] = unpack_tiles(weight.rows, weight.cols, stored, live)
         if weight.kind is Kind.W4:
             data = sections[plan.sections[weight.section].name]
             parts = (
@@ -161,19 +170,24 @@ def _storage_kinds(module: Module) -> dict[int, Kind]:
     return kinds | dict.fromkeys(taps, Kind.F32_TAPS)
 
 
-def _stored(kind: Kind, weight: Weight, packed: Mapping[int, PackedW4]) -> tuple[bytes, ...]:
-    """Return the stored arrays of a weight."""
+def _stored(
+    kind: Kind, weight: Weight, packed: Mapping[int, PackedW4]
+) -> tuple[Kind, tuple[bytes, ...]]:
+    """Return how a weight is stored in the end, and its arrays."""
     if kind is Kind.W4:
         found = packed.get(weight.id)
         if found is None or (found.n, found.k) != weight_shape(weight)[:2]:
             raise ProgramError(f"weight {weight.id} has no packed form of its shape")
-        return (found.codes, found.scales, found.rows)
+        tiles = pack_tiles(found) if weight.layout == TILES else None
+        if tiles is not None:
+            return Kind.W4_TILES, tiles
+        return kind, (found.codes, found.scales, found.rows)
     if kind is Kind.F32_TAPS:
         rows, cols, _ = weight_shape(weight)
         padded = np.zeros((align(rows, PANEL), cols), "<f4")
         padded[:rows] = weight.array
-        return (padded.reshape(-1, PANEL, cols).transpose(0, 2, 1).tobytes(),)
-    return (weight.array.astype("<i4" if kind is Kind.I32 else "<f4").tobytes(),)
+        return kind, (padded.reshape(-1, PANEL, cols).transpose(0, 2, 1).tobytes(),)
+    return kind, (weight.array.astype("<i4" if kind is Kind.I32 else "<f4").tobytes(),)
 
 
 class _SectionWriter:
@@ -186,7 +200,8 @@ class _SectionWriter:
     def add(self, kind: Kind, weight: Weight, arrays: tuple[bytes, ...]) -> tuple[int, int]:
         """Append the arrays of one weight; return its offset and length."""
         rows, cols, _ = weight_shape(weight)
-        parts = weight_parts(kind, rows, cols)
+        is_tiled = kind is Kind.W4_TILES
+        parts = tile_parts(rows, len(arrays[-1])) if is_tiled else weight_parts(kind, rows, cols)
         start = align(len(self.data))
         for (at, length), plane, array in zip(parts, _PLANE_KINDS[kind], arrays, strict=True):
             if len(array) != length:

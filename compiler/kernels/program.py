@@ -33,8 +33,10 @@ from compiler.errors import CompilerError
 
 __all__ = [
     "ABSENT",
+    "DENSE",
     "PARAMS",
     "SHARED_SECTION",
+    "TILES",
     "Act",
     "Buffer",
     "Call",
@@ -56,6 +58,8 @@ __all__ = [
 ABSENT: Final = -1
 SHARED_SECTION: Final = "weights.shared"
 DTYPES: Final = ("f32", "i32", "u8")
+DENSE: Final = "dense"
+TILES: Final = "tiles"
 WEIGHT_KINDS: Final = ("w4", "f32", "i32")
 MAX_NAME_BYTES: Final = 31
 
@@ -94,12 +98,14 @@ class Weight:
         kind: `w4` ((N, K) f32 original, quantised when packed), `f32` or `i32`.
         array: One or two dimensions, finite. A vector of n counts as (1, n).
         section: `weights.shared` or `expert.L<layer>.E<expert>`.
+        layout: `dense`, or `tiles`: a W4 weight stores only tiles that are not all zero.
     """
 
     id: int
     kind: str
     array: np.ndarray
     section: str
+    layout: str = DENSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +228,10 @@ def _validate_tables(module: Module) -> None:
     for at, weight in enumerate(module.weights):
         _need(weight.id == at, f"weight {weight.id} stands at position {at}")
         _need(weight.kind in WEIGHT_KINDS, f"weight {at} has unknown kind {weight.kind!r}")
+        _need(
+            weight.layout == DENSE or (weight.layout == TILES and weight.kind == "w4"),
+            f"weight {at} of kind {weight.kind} has layout {weight.layout!r}",
+        )
         rows, cols, _ = weight_shape(weight)
         _need(1 <= rows <= MAX_DIM and 1 <= cols <= MAX_DIM, f"weight {at} is out of range")
         _need(0 < len(weight.section.encode()) <= MAX_NAME_BYTES, f"weight {at}: bad section name")

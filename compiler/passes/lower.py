@@ -29,6 +29,7 @@ from compiler.dialects.types import dtype_of, shape_of
 from compiler.errors import MalformedModelError, UnsupportedOperatorError
 from compiler.kernels.program import (
     ABSENT,
+    DENSE,
     SHARED_SECTION,
     Buffer,
     Call,
@@ -92,22 +93,26 @@ class _Lowering:
     def _weights(self, code: Op, op: CallOp) -> tuple[int, ...]:
         slots = [int(slot) for slot in op.weight_slots.get_values()]
         first = STACKED.get(code, len(slots))
+        layout = DENSE if op.layout is None else op.layout.kind.data
         single = tuple(
-            ABSENT if slot < 0 else self._shared(op.weights[slot], kind)
+            ABSENT if slot < 0 else self._shared(op.weights[slot], kind, layout)
             for slot, kind in zip(slots[:first], weight_kinds(code), strict=False)
         )
         stacks = [op.weights[slot] for slot in slots[first:]]
-        return (*single, *(self._experts(stacks) if stacks else ()))
+        return (*single, *(self._experts(stacks, layout) if stacks else ()))
 
-    def _shared(self, value: SSAValue, kind: str) -> int:
+    def _shared(self, value: SSAValue, kind: str, layout: str) -> int:
         digest, array = self._constant(value)
-        return self._weight(kind, digest, array, self.adapters.get(digest, SHARED_SECTION))
+        section = self.adapters.get(digest, SHARED_SECTION)
+        return self._weight(kind, digest, array, section, layout)
 
-    def _experts(self, values: Sequence[SSAValue]) -> tuple[int, ...]:
+    def _experts(self, values: Sequence[SSAValue], layout: str) -> tuple[int, ...]:
         stacks = [self._constant(value) for value in values]
         layer = self.layers.setdefault(tuple(digest for digest, _ in stacks), len(self.layers))
         return tuple(
-            self._weight(kind, f"{part}.{digest}", stack[expert], f"expert.L{layer}.E{expert}")
+            self._weight(
+                kind, f"{part}.{digest}", stack[expert], f"expert.L{layer}.E{expert}", layout
+            )
             for expert in range(len(stacks[0][1]))
             for part, kind, (digest, stack) in zip(
                 EXPERT_PARTS, weight_kinds(Op.EXPERTS), stacks, strict=False
@@ -119,7 +124,7 @@ class _Lowering:
         array = self.ctx.constants.of(value.owner)
         return value.owner.sha256.data, array.astype(np.float32, copy=False)
 
-    def _weight(self, kind: str, digest: str, array: Array, section: str) -> int:
+    def _weight(self, kind: str, digest: str, array: Array, section: str, layout: str) -> int:
         key = (kind, digest, section)
         if key not in self.weight_ids:
             self.weight_ids[key] = len(self.weights)
@@ -129,7 +134,8 @@ class _Lowering:
                     f"a weight of shape {stored.shape} holds NaN or infinity",
                     hint="the training run or the conversion that wrote it has failed",
                 )
-            self.weights.append(Weight(len(self.weights), kind, stored, section))
+            chosen = layout if kind == "w4" else DENSE
+            self.weights.append(Weight(len(self.weights), kind, stored, section, chosen))
         return self.weight_ids[key]
 
     def _note_cache(self, op: CallOp) -> None:

@@ -11,6 +11,7 @@ from xdsl.utils.exceptions import VerifyException
 from compiler.dialects.text import print_module
 from compiler.kernels.program import Module, ProgramError
 from compiler.passes.adapt_pruning import AdaptPruning
+from compiler.passes.assign_layouts import AssignLayouts
 from compiler.passes.base import ImportedPipeline, NodeNames, Pass, PassContext
 from compiler.passes.canonicalise import Canonicalise
 from compiler.passes.compose import Compose
@@ -56,7 +57,12 @@ COMPOSING: Final[tuple[Pass, ...]] = (
     Canonicalise(),
     PropagateMasks(),
 )
-SELECTING: Final[tuple[Pass, ...]] = (SelectKernels(), PlanKv(), FuseGroups())
+SELECTING: Final[tuple[Pass, ...]] = (
+    SelectKernels(),
+    PlanKv(),
+    FuseGroups(),
+    AssignLayouts(),
+)
 
 STAGES: Final[Mapping[str, tuple[Pass, ...]]] = MappingProxyType(
     {"imported": (), "raised": RAISING, "programs": COMPOSING, "kernels": SELECTING}

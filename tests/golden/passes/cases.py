@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 from xdsl.dialects.builtin import ModuleOp
 
 from compiler.dialects.text import print_module
@@ -40,6 +41,14 @@ def movement_block(b: GraphBuilder, x: str) -> str:
     return b.op("Add", b.op("Mul", first, table), second)
 
 
+def sparse_block(b: GraphBuilder, x: str) -> str:
+    """A linear layer most of whose tiles are empty, after one without an empty tile."""
+    wide = b.op("MatMul", x, b.const(np.ones((8, 64), np.float32)))
+    weight = np.zeros((64, 64), np.float32)
+    weight[32:40, 16:32] = 1.0
+    return b.op("MatMul", wide, b.const(weight))
+
+
 Writer = Callable[[Path], Path]
 
 TINY_PART: Mapping[str, str] = {
@@ -72,6 +81,7 @@ CASES: Mapping[str, Writer] = {
     "last-row": lambda d: write_tiny(d, SMALL),
     "propagate-masks": lambda d: write_block(d, elementwise_block),
     "select-kernels": lambda d: write_block(d, moe_block()),
+    "assign-layouts": lambda d: write_block(d, sparse_block),
     "fuse-groups": lambda d: write_tiny(d, SMALL),
     "plan-kv": lambda d: write_windowed(d, SMALL, sink=1, window=8, max_step_tokens=4),
 }
