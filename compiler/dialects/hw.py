@@ -16,6 +16,7 @@ from xdsl.dialects.builtin import (
 from xdsl.ir import Attribute, Dialect, ParametrizedAttribute, SSAValue
 from xdsl.irdl import (
     AttrSizedOperandSegments,
+    BaseAttr,
     IRDLOperation,
     irdl_attr_definition,
     irdl_op_definition,
@@ -43,7 +44,7 @@ class LayoutAttr(ParametrizedAttribute):
     """
 
     name = "hw.layout"
-    kind: StringAttr = param_def()
+    kind: StringAttr = param_def(BaseAttr(StringAttr))
     block: ArrayAttr[IntAttr] = param_def()
     live: IntAttr = param_def()
     tiles: IntAttr = param_def()

@@ -95,6 +95,6 @@ def test_it_keeps_its_numbers() -> None:
     )
     assert " ".join(op.name for op in Op) == names
     assert [int(op) for op in Op] == list(range(1, len(Op) + 1))
-    assert [kind.name for kind in Kind] == ["W4", "F32", "I32", "F32_TAPS"]
+    assert [kind.name for kind in Kind] == ["W4", "F32", "I32", "F32_TAPS", "W4_TILES"]
     assert [dtype.name for dtype in DType] == ["F32", "I32", "U8"]
     assert (Status.OK, Status.CONTEXT_FULL, Status.NOT_FINITE) == (0, 6, 10)
