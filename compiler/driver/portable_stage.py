@@ -32,7 +32,7 @@ from compiler.kernels.program import Module
 from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.quant.grid_search import OutputError
 from compiler.quant.module import PackedModule, PackedWeight, pack_module, pack_weight
-from compiler.quant.record import InputSample
+from compiler.quant.record import CalibrationRecord, InputSample
 from compiler.quant.w4 import Floats, Grid, GridReport, PackedW4
 
 LOWERED: Final = "lowered"
@@ -75,7 +75,7 @@ def make_portable(
         )
         learned = learn_routing(lowered.module, record)
         packed = pack_module(learned.module, base=old, record=record, pack=packing.pack)
-        weight_facts = _weight_report(lowered.module, packed, old)
+        weight_facts = _weight_report(lowered.module, packed, old, record)
     with clock.stage("plan"):
         emitted = emit_plan(learned.module, weights_packed=packed.packed)
         plan = parse_plan(emitted.plan_bytes)
@@ -84,7 +84,6 @@ def make_portable(
         **_plan_facts(plan, emitted),
         **weight_facts,
         **learned.facts,
-        **activity_facts(lowered.module, record),
         "notes": list(lowered.notes),
     }
     sections = {**emitted.sections, **learned.sections}
@@ -102,12 +101,16 @@ def _plan_facts(plan: Plan, emitted: EmittedPlan) -> dict[str, Json]:
 
 
 def _weight_report(
-    module: Module, packed: PackedModule, old: Mapping[int, PackedW4]
+    module: Module,
+    packed: PackedModule,
+    old: Mapping[int, PackedW4],
+    record: CalibrationRecord | None,
 ) -> dict[str, Json]:
     return {
         "sqnr_db": sqnr_rows(module, packed.packed),
         "calibration": calibration_rows(module, packed.errors),
         "base": _base_facts(packed, old),
+        **activity_facts(module, record),
     }
 
 
