@@ -12,6 +12,7 @@ from compiler.analysis.constants import ConstantTable
 from compiler.dialects.dims import witnesses
 from compiler.errors import MalformedModelError
 from compiler.frontend.build import Argument, FunctionBuilder
+from compiler.frontend.contrib_bodies import expand_contrib
 from compiler.frontend.evaluate import Family, bind_shape, evaluate, same_everywhere
 from compiler.frontend.function_bodies import check_function_bodies, inline_operators
 from compiler.frontend.length_values import attention_mask
@@ -53,6 +54,7 @@ def import_pipeline(directory: Path, limits: ImportLimits = DEFAULT_LIMITS) -> I
         model = read_model(directory / component.file, limits)
         check_function_bodies(model, component.file)
         model = inline_operators(model, component.file)
+        expand_contrib(model)
         notes += repair_experts(model, component.file)
         functions.append(_import_component(component, model, constants, names, limits))
         notes.append(

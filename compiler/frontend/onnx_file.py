@@ -26,6 +26,9 @@ SPARSEFLEET_DOMAIN: Final = "ai.sparsefleet"
 KNOWN_FUNCTIONS: Final = frozenset(
     {"MoERouter", "MoEExpert", "DynamicPrune", "SparseConv", "SparseAttention", "DynamicTopK"}
 )
+CONTRIB_DOMAIN: Final = "com.microsoft"
+MISPLACED: Final = frozenset({"SimplifiedLayerNormalization"})
+"""Operators of ONNX Runtime that its builders write into the default domain."""
 SET_ASIDE_BYTES: Final = 1 << 16
 DEFAULT_DOMAINS: Final = frozenset({"", "ai.onnx"})
 
@@ -49,6 +52,7 @@ def read_model(path: Path, limits: ImportLimits = DEFAULT_LIMITS) -> onnx.ModelP
     _check_opset(model, path.name)
     check_size(model, path.name, limits)
     _check_names(model, path.name)
+    _rename_misplaced(model)
     load_external_data(model, path.parent, path.name, limits)
     aside = _set_aside(model)
     _check(model, path.name)
@@ -94,6 +98,15 @@ def _check_names(model: onnx.ModelProto, name: str) -> None:
     twice = [given for given, times in counts.items() if times > 1]
     if twice:
         raise MalformedModelError(f"{name} has initializer {twice[0]!r} twice")
+
+
+def _rename_misplaced(model: onnx.ModelProto) -> None:
+    """Move operators of ONNX Runtime that stand in the default domain to its own."""
+    nodes = [n for n in model.graph.node if n.op_type in MISPLACED and n.domain in DEFAULT_DOMAINS]
+    for node in nodes:
+        node.domain = CONTRIB_DOMAIN
+    if nodes and all(entry.domain != CONTRIB_DOMAIN for entry in model.opset_import):
+        model.opset_import.append(onnx.helper.make_opsetid(CONTRIB_DOMAIN, 1))
 
 
 def _set_aside(model: onnx.ModelProto) -> dict[str, tuple[list[int], bytes]]:

@@ -310,6 +310,77 @@ def _renamed(whole: onnx.GraphProto, prefix: str) -> onnx.GraphProto:
     return graph
 
 
+def genai_decoder(shape: Vlm, *, rotary: str = "inside", packed: bool = False) -> onnx.ModelProto:
+    """A decoder as ORT-GenAI's builder writes it: one fused attention, norms with shortcuts.
+
+    `rotary` is done `inside` the attention or by an `operator` before it.
+    """
+    b, contrib = GraphBuilder(14), "com.microsoft"
+    half, width = shape.head_dim // 2, shape.width
+    angle = np.arange(64)[:, None] * 100.0 ** -(np.arange(half) / half)
+    tables = (b.const(np.cos(angle)), b.const(np.sin(angle)))
+    lengths = b.op("Sub", b.op("ReduceSum", "attention_mask", b.ints(1), keepdims=1), b.ints(1))
+    lengths = b.op("Cast", lengths, to=TensorProto.INT32)
+    total = b.op("Gather", b.op("Shape", "attention_mask"), b.const(1, "int64"), axis=0)
+    total = b.op("Cast", total, to=TensorProto.INT32)
+    outputs: dict[str, str] = {}
+    gamma = [b.const(1.0 + 0.1 * b.rng.standard_normal(width)) for _ in range(2 * shape.layers + 1)]
+    x = "inputs_embeds"
+    h = b.op("SimplifiedLayerNormalization", x, gamma[0], axis=-1, epsilon=1e-6)
+    heads = {"num_heads": shape.heads, "kv_num_heads": shape.kv_heads}
+    for layer in range(shape.layers):
+        counts = (shape.heads, shape.kv_heads, shape.kv_heads)
+        sizes = [sum(counts)] if packed else counts
+        parts = [linear(b, h, width, n * shape.head_dim, bias=shape.bias) for n in sizes]
+        if rotary == "operator":
+            parts[:2] = [
+                b.op("RotaryEmbedding", a, "position_ids", *tables, domain=contrib, num_heads=n)
+                for a, n in zip(parts, counts[:2], strict=False)
+            ]
+        parts += [""] * (3 - len(parts))
+        cache = [past_name(layer, part) for part in ("key", "value")]
+        inner = [*tables] if rotary == "inside" else []
+        mixed, key, value = b.ops(
+            *("GroupQueryAttention", *parts, *cache, lengths, total, *inner),
+            count=3,
+            domain=contrib,
+            do_rotary=int(rotary == "inside"),
+            **heads,
+        )
+        outputs |= {f"present.{layer}.key": key, f"present.{layer}.value": value}
+        mixed = linear(b, mixed, width, width, bias=False)
+        for at, part in ((1, mixed), (2, None)):
+            part = part or mlp(b, h, shape)
+            h, _, _, x = b.ops(
+                *("SkipSimplifiedLayerNormalization", x, part, gamma[2 * layer + at]),
+                count=4,
+                domain=contrib,
+                epsilon=1e-6,
+            )
+    logits = linear(b, h, width, shape.vocabulary, bias=False)
+    return _contrib_model(b, shape, {"logits": logits, **outputs})
+
+
+def _contrib_model(b: GraphBuilder, shape: Vlm, outputs: dict[str, str]) -> onnx.ModelProto:
+    """Finish a graph with operators that shape inference does not know."""
+    for node in b.nodes:
+        if node.op_type.startswith("Skip"):  # unused results have no names
+            node.output[1], node.output[2] = "", ""
+    inputs = [_value(name, *kind) for name, kind in decoder_inputs(shape).items()]
+    cache = ("batch", shape.kv_heads, "total", shape.head_dim)
+    sizes = dict.fromkeys(outputs, cache) | {"logits": ("batch", "sequence", shape.vocabulary)}
+    made = [_value(name, "float32", sizes[name]) for name in outputs]
+    nodes = [*b.nodes, *(helper.make_node("Identity", [v], [n]) for n, v in outputs.items())]
+    graph = helper.make_graph(nodes, "decoder", inputs, made, b.initializers)
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+def _value(name: str, dtype: str, sizes: Sequence[int | str]) -> onnx.ValueInfoProto:
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    return helper.make_tensor_value_info(name, element, list(sizes))
+
+
 # --- directories ----------------------------------------------------------------------------------
 
 TEMPLATE = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
@@ -350,14 +421,16 @@ def write_transformers_js(directory: Path, shape: Vlm, *, merged: bool = False) 
     return directory
 
 
-def write_ort_genai(directory: Path, shape: Vlm, splice: str = "scatter") -> Path:
+def write_ort_genai(
+    directory: Path, shape: Vlm, splice: str = "scatter", body: onnx.ModelProto | None = None
+) -> Path:
     """genai_config.json names vision, embedding and decoder."""
     directory.mkdir(parents=True)
     _write_common(directory, shape)
     onnx.save(vision(shape), directory / "phi-v.onnx")
     onnx.save(embed_with_splice(shape, splice), directory / "phi-e.onnx")
     data = {"save_as_external_data": True, "location": "phi-t.onnx.data", "size_threshold": 512}
-    onnx.save(decoder(shape), directory / "phi-t.onnx", **data)
+    onnx.save(body or decoder(shape), directory / "phi-t.onnx", **data)
     caches = {
         f"{kind}_{part}_names": f"{name}.%d.{part}"
         for part in ("key", "value")

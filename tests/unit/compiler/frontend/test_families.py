@@ -18,9 +18,12 @@ from compiler.simulator import Simulator
 from tests.factories.families import (
     LLAVA_PHI,
     MOBILE_VLM,
+    QWEN_VL,
     TEMPLATE,
     Vlm,
+    genai_decoder,
     past_name,
+    variant,
     write_ort_genai,
     write_transformers_js,
 )
@@ -131,6 +134,16 @@ def ort_genai(folder: Path, shape: Vlm) -> dict[str, list[Path]]:
     return _files(folder, ["phi-v"], "phi-e", "phi-t")
 
 
+def fused(**how: Any) -> Callable[[Path, Vlm], dict[str, list[Path]]]:
+    """Return the layout of ORT-GenAI with a decoder of its own fused operators."""
+
+    def write(folder: Path, shape: Vlm) -> dict[str, list[Path]]:
+        write_ort_genai(folder, shape, body=genai_decoder(shape, **how))
+        return _files(folder, ["phi-v"], "phi-e", "phi-t")
+
+    return write
+
+
 def _files(folder: Path, vision: list[str], embed: str, decoder: str) -> dict[str, list[Path]]:
     parts = {"vision": vision, "embed": [embed], "decoder": [decoder]}
     return {name: [folder / f"{stem}.onnx" for stem in stems] for name, stems in parts.items()}
@@ -140,6 +153,9 @@ FAMILIES = {
     "llava-phi": (ort_genai, LLAVA_PHI),
     "llava-phi-js": (transformers_js, LLAVA_PHI),
     "mobile-vlm": (transformers_js, MOBILE_VLM),
+    "fused": (fused(), variant(MOBILE_VLM, width=32)),
+    "fused-packed": (fused(packed=True), variant(QWEN_VL, width=32)),
+    "fused-rotary": (fused(rotary="operator"), QWEN_VL),
 }
 
 
