@@ -75,21 +75,20 @@ class _Writer:
     count: int = 0
 
     def begin(self, node: onnx.NodeProto) -> None:
-        """Start the expansion of a node; its name goes to all nodes written for it."""
+        """Start the expansion of a node; names of what is written for it begin with its name."""
         self.label = node.name or node.output[0]
         self.kind = node.op_type
 
     def op(self, kind: str, *inputs: str, out: str = "", **attributes: Any) -> str:  # noqa: ANN401
-        name = out or self._name()
-        self.nodes.append(
-            helper.make_node(kind, list(inputs), [name], name=self.label, **attributes)
-        )
-        return name
+        name = self._name()
+        made = out or name
+        self.nodes.append(helper.make_node(kind, list(inputs), [made], name=name, **attributes))
+        return made
 
     def split(self, x: str, sizes: list[int]) -> list[str]:
         names = [self._name() for _ in sizes]
         inputs = [x, self.ints(*sizes)]
-        self.nodes.append(helper.make_node("Split", inputs, names, name=self.label, axis=2))
+        self.nodes.append(helper.make_node("Split", inputs, names, name=names[0], axis=2))
         return names
 
     def store(self, array: Array) -> str:

@@ -27,6 +27,7 @@ from compiler.frontend.family_parts import (
     image_sizes,
     lookup_only,
     normalise_pixels,
+    take_branch,
     with_batch,
 )
 from compiler.frontend.importer import import_pipeline
@@ -36,6 +37,8 @@ from compiler.frontend.pipeline_json import FILE_NAME, MAX_CONTEXT, SCHEMA, read
 from compiler.passes.functions import function, results
 from compiler.passes.pipeline_spec import FAMILY_VISION, PipelineSpec
 
+CACHE_BRANCH: Final = "use_cache_branch"
+"""Merged decoders have a branch for calls with a cache; an empty cache makes the first call."""
 INLINE_BYTES: Final = 1 << 30
 """A model with more bytes of weights is written with external data."""
 
@@ -84,7 +87,7 @@ def write_family_submission(
     files = find_family(source, options.precision)
     out.mkdir(parents=True, exist_ok=True)
     vision, normalisation = _vision(files, options)
-    decoder = read_model(files.decoder, options.limits)
+    decoder = take_branch(read_model(files.decoder, options.limits), CACHE_BRANCH, value=True)
     parts = {"vision": vision, "embed": _embed(files, options), "decoder": decoder}
     ports = {
         "vision": _vision_ports(vision),
@@ -168,7 +171,6 @@ _INPUT_ROLES: Final = (
     (re.compile(r"position_ids"), {"role": "positions"}),
     (re.compile(r"past(_key_values)?\.\d+\.(decoder\.)?key"), {"role": "past_key"}),
     (re.compile(r"past(_key_values)?\.\d+\.(decoder\.)?value"), {"role": "past_value"}),
-    (re.compile(r"use_cache_branch"), {"role": "constant", "value": 1.0}),
     (re.compile(r"num_logits_to_keep"), {"role": "constant", "value": 0.0}),
 )
 _OUTPUT_ROLES: Final = (
@@ -200,7 +202,7 @@ def _decoder_ports(model: onnx.ModelProto, files: FamilyFiles) -> dict[str, Any]
         raise MalformedModelError(
             f"decoder input {unknown[0]!r} has no meaning that is known",
             hint="known are inputs_embeds, attention_mask, position_ids, past_key_values.N.key and"
-            " .value, use_cache_branch",
+            " .value, use_cache_branch, num_logits_to_keep",
         )
     outputs = {
         info.name: _role(info.name, [*given, *_OUTPUT_ROLES]) or {"role": "unused"}

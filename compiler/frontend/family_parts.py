@@ -138,6 +138,39 @@ def _lifted(graph: onnx.GraphProto, made: onnx.ValueInfoProto) -> onnx.ValueInfo
     return helper.make_tensor_value_info(name, made.type.tensor_type.elem_type, [1, *sizes])
 
 
+def take_branch(model: onnx.ModelProto, flag: str, *, value: bool) -> onnx.ModelProto:
+    """Decide every `If` over the input `flag`, as old merged decoders have one.
+
+    Args:
+        model: Changed in place; without such an input it stays as it is.
+        flag: The input, a truth value.
+        value: What it is from now on.
+
+    Returns:
+        The model without the input.
+    """
+    graph = model.graph
+    given = [info for info in graph.input if info.name != flag]
+    if len(given) == len(graph.input):
+        return model
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        if node.op_type != "If" or node.input[0] != flag:
+            nodes.append(node)
+            continue
+        branches = {attribute.name: attribute.g for attribute in node.attribute}
+        taken = branches["then_branch" if value else "else_branch"]
+        graph.initializer.extend(taken.initializer)
+        nodes.extend(taken.node)
+        nodes.extend(
+            helper.make_node("Identity", [inner.name], [outer], name=f"{node.name}/{outer}")
+            for inner, outer in zip(taken.output, node.output, strict=True)
+        )
+    _replace(graph.node, nodes)
+    _replace(graph.input, given)
+    return model
+
+
 def image_sizes(model: onnx.ModelProto) -> tuple[int, int]:
     """Return height and width of a vision model's picture.
 

@@ -301,8 +301,8 @@ def _renamed(whole: onnx.GraphProto, prefix: str) -> onnx.GraphProto:
     del graph.value_info[:]
     made = {name for node in graph.node for name in node.output}
     made |= {tensor.name for tensor in graph.initializer}
-    for node in graph.node:
-        node.name = f"{prefix}/{node.name}"
+    for at, node in enumerate(graph.node):
+        node.name = f"{prefix}/{at}/{node.name}"
         node.input[:] = [f"{prefix}/{name}" if name in made else name for name in node.input]
         node.output[:] = [f"{prefix}/{name}" for name in node.output]
     for named in (*graph.initializer, *graph.output):

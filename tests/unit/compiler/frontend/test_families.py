@@ -134,6 +134,11 @@ def ort_genai(folder: Path, shape: Vlm) -> dict[str, list[Path]]:
     return _files(folder, ["phi-v"], "phi-e", "phi-t")
 
 
+def merged(folder: Path, shape: Vlm) -> dict[str, list[Path]]:
+    write_transformers_js(folder, shape, merged=True)
+    return _files(folder / "onnx", ["vision_encoder"], "embed_tokens", "decoder_model_merged")
+
+
 def fused(**how: Any) -> Callable[[Path, Vlm], dict[str, list[Path]]]:
     """Return the layout of ORT-GenAI with a decoder of its own fused operators."""
 
@@ -153,6 +158,7 @@ FAMILIES = {
     "llava-phi": (ort_genai, LLAVA_PHI),
     "llava-phi-js": (transformers_js, LLAVA_PHI),
     "mobile-vlm": (transformers_js, MOBILE_VLM),
+    "merged": (merged, MOBILE_VLM),
     "fused": (fused(), variant(MOBILE_VLM, width=32)),
     "fused-packed": (fused(packed=True), variant(QWEN_VL, width=32)),
     "fused-rotary": (fused(rotary="operator"), QWEN_VL),
