@@ -13,7 +13,7 @@ from typing import Final
 
 import onnx
 
-from compiler.frontend.graph_view import GraphView, attribute, reads
+from compiler.frontend.graph_view import GraphView, attribute, reads, subgraphs
 
 _COMPARES: Final = frozenset({"OneHot", "Equal"})
 _MERGES: Final = frozenset({"Add", "ScatterElements", "ScatterND", "Loop", "If", "Sum"})
@@ -122,8 +122,7 @@ def _compares(view: GraphView, node: onnx.NodeProto, index: str) -> bool:
     """Return whether a node, or a body inside it, compares the ids."""
     if node.op_type in _COMPARES:
         return any(view.root(name) == index for name in node.input if name)
-    bodies = [a.g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
-    return any(_compares(view, inner, index) for body in bodies for inner in body.node)
+    return any(_compares(view, inner, index) for body in subgraphs(node) for inner in body.node)
 
 
 def _region(view: GraphView, index: str, result: str, place: int) -> Region | None:
@@ -148,6 +147,12 @@ def _region(view: GraphView, index: str, result: str, place: int) -> Region | No
 
 def _tainted(view: GraphView, everything: set[str], index: str) -> dict[str, onnx.NodeProto]:
     """Return the values of a region that depend on compared ids, with their makers."""
+    rounds = {
+        graph.input[0].name
+        for node in _all_nodes(view)
+        if node.op_type == "Loop" and _compares(view, node, index)
+        for graph in subgraphs(node)
+    }
     depends: dict[str, bool] = {}
     opened: set[str] = set()
     stack = list(everything)
@@ -155,7 +160,7 @@ def _tainted(view: GraphView, everything: set[str], index: str) -> dict[str, onn
         current = stack[-1]
         node = view.makers.get(current)
         if current in depends or node is None or current == index:
-            depends.setdefault(current, current in view.iterations)
+            depends.setdefault(current, current in rounds)
             stack.pop()
             continue
         operands = [view.through(name) for name in node.input if name]

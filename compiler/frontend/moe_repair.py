@@ -61,12 +61,17 @@ def repair_experts(model: onnx.ModelProto, file: str) -> tuple[str, ...]:
     if not _may_have_one(model.graph):
         return ()
     notes: list[str] = []
+    written: list[Batch] = []
     try:
         view = GraphView.of(model.graph)
         for number, region in enumerate(find_regions(view)):
-            notes.append(_repair(model, view, region, _prefix(model.graph, number), file))
+            batch, note = _repair(model, view, region, _prefix(model.graph, number), file)
+            notes.append(note)
+            written += [batch] if batch is not None else []
     except (ValueError, KeyError, IndexError, TypeError) as error:
         notes.append(f"{file}: not searched for experts to the end: {error}")
+    for batch in sorted(written, key=lambda batch: -batch.region.place):
+        _splice(model.graph, batch.region, batch)
     return tuple(notes)
 
 
@@ -84,28 +89,30 @@ def _may_have_one(graph: onnx.GraphProto) -> bool:
     return any(node.op_type in _SIGNS for node in graph.node)
 
 
-def _repair(model: onnx.ModelProto, view: GraphView, region: Region, prefix: str, file: str) -> str:
+def _repair(
+    model: onnx.ModelProto, view: GraphView, region: Region, prefix: str, file: str
+) -> tuple[Batch | None, str]:
+    """Return the gathered form of a region if the judge confirms it, and a note."""
     where = f"{file}: experts at {region.result!r}"
     ids = [body.expert for body in region.bodies]
     written = [expert for expert in ids if expert is not None]
     batch = Batch(view, region, prefix, written if len(written) == len(ids) else None)
     router, k = router_shape(view, region.index), widths(view, region.index)
     if router is None or k is None:
-        return f"{where} stay as they are: no product makes their router's logits"
+        return None, f"{where} stay as they are: no product makes their router's logits"
     sizes = _Sizes(k, *router)
     if batch.experts is not None and not batch.holds_stacks():
         _need_all(region, file, sizes.experts, set(written))
     try:
         batch.write(f"{prefix}result")
     except BodyError as error:
-        return f"{where} stay as they are: {error}"
+        return None, f"{where} stay as they are: {error}"
     _need_all(region, file, sizes.experts, set(range(batch.stacked)))
     if not _judged(model, region, batch, sizes):
-        return f"{where} stay as they are: the gathered form disagrees with the file"
-    _splice(model.graph, region, batch)
+        return None, f"{where} stay as they are: the gathered form disagrees with the file"
     traced = len(region.bodies)
     how = "a loop over experts" if traced == 1 else f"{traced} traced expert bodies"
-    return f"{where}: {how} became one layer of {sizes.experts}, judged by ONNX Runtime"
+    return batch, f"{where}: {how} became one layer of {sizes.experts}, judged by ONNX Runtime"
 
 
 def _need_all(region: Region, file: str, experts: int, present: set[int]) -> None:

@@ -4,7 +4,7 @@ Shapes are those of `compiler.frontend.moe_shapes`. Weights have the statistics 
 rows of very different size, elements with heavy tails, experts that share most of what they do.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -461,5 +461,16 @@ def mixture(shape: str, mix: Mix) -> Block:
         index, gate = route(b, rows, mix)
         y = SHAPES[shape](b, rows, index, gate, mix, Weights.of(mix, b.rng))
         return b.op("Reshape", y, b.ints(1, -1, mix.width))
+
+    return build
+
+
+def layers(shapes: Sequence[str], mixes: Sequence[Mix]) -> Block:
+    """Return x (1, s, width) -> y of mixtures one behind the other, each around a residual."""
+
+    def build(b: GraphBuilder, x: str) -> str:
+        for shape, mix in zip(shapes, mixes, strict=True):
+            x = b.op("Add", x, mixture(shape, mix)(b, x))
+        return x
 
     return build

@@ -15,7 +15,7 @@ from compiler.kernels.program import ExpertAct, Module, RouteOrder
 from compiler.simulator import Simulator
 from tests.factories import moe_contrib, moe_shapes
 from tests.factories.moe_contrib import Contrib, contrib
-from tests.factories.moe_shapes import Mix, Weights, mixture, trained
+from tests.factories.moe_shapes import Mix, Weights, layers, mixture, trained
 from tests.factories.onnx_blocks import Block, GraphBuilder
 from tests.factories.onnx_models import write_block
 from tests.factories.onnx_runs import (
@@ -108,6 +108,24 @@ def test_it_raises_every_merge_of_unrolled_experts(tmp_path: Path, merge: str, m
     directory = written(tmp_path, "unrolled", Mix(merge=merge, mask=mask))
     module = lowered(directory).module
     assert kinds(module) == ["ROUTE", "EXPERTS"]
+    assert module_difference(directory, module, TOKENS) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ("unrolled", "unrolled"),
+        ("traced", "looped", "gathered"),
+        ("masked", "tiled", "branched"),
+        ("looped_hits", "traced"),
+    ],
+)
+def test_it_raises_layers_of_all_shapes(tmp_path: Path, shapes: tuple[str, ...]) -> None:
+    routers = ("softmax_topk_renorm", "topk_softmax", "sparsemixer")
+    mixes = [Mix(router=router) for router in routers[: len(shapes)]]
+    directory = write_block(tmp_path, layers(shapes, mixes), width=Mix().width)
+    module = lowered(directory).module
+    assert [kind for kind in kinds(module) if kind != "ADD"] == ["ROUTE", "EXPERTS"] * len(shapes)
     assert module_difference(directory, module, TOKENS) < TOLERANCE
 
 
