@@ -56,3 +56,9 @@ class SelfTestError(CompilerError):
     """Native code and the bit-exact simulator disagree; the bundle must not be signed."""
 
     code: ClassVar[str] = "build.app.self_test"
+
+
+class SparsityInvariantError(CompilerError):
+    """A pass claims zeros that the program before it does not have; the build must stop."""
+
+    code: ClassVar[str] = "build.app.sparsity_invariant"

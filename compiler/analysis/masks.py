@@ -13,7 +13,7 @@ values with those numbers are; `compiler.analysis.finite` says which of them are
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Final
 
@@ -23,6 +23,7 @@ from compiler.analysis.mask_moves import (
     Bits,
     Environment,
     Expand,
+    Gather,
     Path,
     Shape,
     Step,
@@ -271,6 +272,13 @@ class Mask:
         more = frozenset(numbers)
         return normal(Clause(c.atoms, c.assumes | more) for c in self.clauses)
 
+    def renumbered(self, source: Callable[[int], int], gather: Callable[[int], int]) -> "Mask":
+        """Return the mask over other numbers of sources and gathers."""
+        return normal(
+            Clause(frozenset(_renumbered(atom, source, gather) for atom in c.atoms), c.assumes)
+            for c in self.clauses
+        )
+
     def discharged(self, proved: Callable[[int], bool]) -> "Mask":
         """Return the mask without assumptions that are proved."""
         return normal(
@@ -391,4 +399,15 @@ def _constant(atom: Atom) -> bool | None:
 
 
 def _without_gathers(path: Path) -> bool:
-    return not any(hasattr(step, "index") for step in path)
+    return not any(isinstance(step, Gather) for step in path)
+
+
+def _renumbered(atom: Atom, source: Callable[[int], int], gather: Callable[[int], int]) -> Atom:
+    pattern = atom.pattern
+    if isinstance(pattern, Produced):
+        pattern = replace(pattern, source=source(pattern.source))
+    path = tuple(
+        replace(step, index=gather(step.index)) if isinstance(step, Gather) else step
+        for step in atom.path
+    )
+    return Atom(pattern, path)

@@ -9,7 +9,7 @@ manager's invariant check. A `ZeroLogic` other than `STANDARD` exists for mutati
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -37,10 +37,11 @@ ONE_HOT_KINDS: Final = ("route", "one-hot", "prune")
 
 @dataclass(frozen=True, slots=True)
 class ZeroLogic:
-    """The table and the functions that an analysis uses."""
+    """The table, the functions, and the interface that an analysis asks."""
 
     rules: Mapping[str, ZeroRule]
     hooks: Mapping[ZeroKind, Hook]
+    key: Callable[[Operation], str | None] = zero_rule
 
 
 STANDARD: Final = ZeroLogic(ZERO_RULES, HOOKS)
@@ -190,7 +191,7 @@ def function_facts(func: FuncOp, constants: ConstantTable, logic: ZeroLogic = ST
 
 def transfer(op: Operation, flow: Flow, logic: ZeroLogic) -> list[Mask]:
     """Return the masks of the results of one operation."""
-    rule = logic.rules.get(zero_rule(op) or "")
+    rule = logic.rules.get(logic.key(op) or "")
     if rule is None:
         return [DENSE for _ in op.results]
     masks = logic.hooks[rule.kind](op, flow, rule)

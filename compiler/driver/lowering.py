@@ -1,9 +1,12 @@
 """The front half of a compilation: ONNX to a lowered module."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from compiler.contract.canonical import Json
 from compiler.driver.bounds import bounded
+from compiler.driver.provenance import MASKS
 from compiler.driver.stages import StageClock
 from compiler.frontend.importer import import_pipeline
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
@@ -18,11 +21,13 @@ class Lowered:
     Attributes:
         ir_text: Module text after each stage of the passes, under headings.
         notes: What importer and passes did, one line each.
+        sparsity: Per program, what zeros are proved and what they save.
     """
 
     module: Module
     ir_text: str
     notes: tuple[str, ...]
+    sparsity: Mapping[str, Json] = field(default_factory=dict)
 
 
 def lower_submission(
@@ -38,6 +43,11 @@ def lower_submission(
     with clock.stage("import"), bounded(limits):
         imported = import_pipeline(directory, limits)
     with clock.stage("raise"), bounded(limits):
-        lowered = lower_pipeline(imported)
+        lowered = lower_pipeline(imported, mask_section=_masks(directory))
     texts = [f"// ==== {stage} ====\n{text}" for stage, text in lowered.ir_text.items()]
-    return Lowered(lowered.module, "\n".join(texts), lowered.notes)
+    return Lowered(lowered.module, "\n".join(texts), lowered.notes, lowered.sparsity)
+
+
+def _masks(directory: Path) -> bytes:
+    path = directory / MASKS
+    return path.read_bytes() if path.is_file() else b""

@@ -85,6 +85,7 @@ def make_portable(
         **weight_facts,
         **learned.facts,
         "notes": list(lowered.notes),
+        "sparsity": dict(lowered.sparsity),
     }
     sections = {**emitted.sections, **learned.sections}
     sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}

@@ -17,6 +17,8 @@ from compiler.passes.pipeline_spec import PipelineSpec
 
 SCHEMA: Final = "sparsefleet.provenance/1"
 CALIBRATION: Final = "calibration"
+MASKS: Final = "sparse_mask.bin"
+"""Masks of weights, if the submission has any (`compiler.passes.inject_masks`)."""
 _SOURCES: Final = ("*.py", "*.c.in")
 _TOOLS: Final = ("numpy", "onnx", "xdsl", "jinja2", "ziglang")
 
@@ -26,7 +28,7 @@ def model_digests(directory: Path, spec: PipelineSpec) -> dict[str, str]:
 
     A file that is missing has none; the importer says what is wrong.
     """
-    names = {"pipeline.json"}
+    names = {"pipeline.json", MASKS}
     for component in spec.components:
         path = directory / component.file
         folder = Path(component.file).parent

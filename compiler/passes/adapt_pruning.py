@@ -59,6 +59,7 @@ class AdaptPruning:
     """Replace the fixed number of kept tokens by the rule that the submission states."""
 
     name: ClassVar[str] = "adapt-pruning"
+    changes_values: ClassVar[bool] = True
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Split vision at its one pruning.

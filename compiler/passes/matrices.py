@@ -6,7 +6,7 @@ import numpy as np
 
 from compiler.analysis.constants import Array
 from compiler.dialects.dims import Dim
-from compiler.dialects.encoding import EncodingAttr
+from compiler.dialects.encoding import EncodingAttr, coordinate_bits
 from compiler.dialects.types import Tensor, tensor_type
 
 
@@ -30,7 +30,14 @@ def matrix_type(dtype: str, rows: Dim, cols: int, encoding: EncodingAttr | None 
     """Return the type of a matrix; 64-bit integers become 32-bit ones, as kernels have them."""
     if encoding is not None and encoding.is_sparse:
         masks = [mask.data for mask in encoding.masks.data]
-        encoding = EncodingAttr.make((), ["dense", "compressed"], (), masks, dynamic=True)
+        block = [size.data for size in encoding.block.data][-2:]
+        encoding = EncodingAttr.make(
+            levels=["dense", encoding.level_names[-1]],
+            block=block if len(block) == 2 else (),
+            masks=masks,
+            crd=coordinate_bits([rows, Dim(cols)]),
+            dynamic=bool(encoding.dynamic.data),
+        )
     return tensor_type("int32" if dtype == "int64" else dtype, [rows, Dim(cols)], encoding)
 
 

@@ -1,13 +1,15 @@
 """The passes in the order in which they run. A pass is registered by standing in this list."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.utils.exceptions import VerifyException
 
+from compiler.analysis.propagation import module_facts
+from compiler.analysis.savings import sparsity_rows
 from compiler.dialects.text import print_module
 from compiler.kernels.program import Module, ProgramError
 from compiler.passes.adapt_pruning import AdaptPruning
@@ -15,7 +17,12 @@ from compiler.passes.assign_layouts import AssignLayouts
 from compiler.passes.base import ImportedPipeline, NodeNames, Pass, PassContext
 from compiler.passes.canonicalise import Canonicalise
 from compiler.passes.compose import Compose
+from compiler.passes.derive_structure import DeriveStructure
+from compiler.passes.detect_sources import DetectSources
+from compiler.passes.functions import functions
 from compiler.passes.fuse_groups import FuseGroups
+from compiler.passes.inject_masks import InjectMasks
+from compiler.passes.invariant import SparsityGuard
 from compiler.passes.last_row import LastRow
 from compiler.passes.lower import lower
 from compiler.passes.plan_kv import PlanKv
@@ -55,7 +62,9 @@ COMPOSING: Final[tuple[Pass, ...]] = (
     Compose(),
     LastRow(),
     Canonicalise(),
+    DetectSources(),
     PropagateMasks(),
+    DeriveStructure(),
 )
 SELECTING: Final[tuple[Pass, ...]] = (
     SelectKernels(),
@@ -65,7 +74,7 @@ SELECTING: Final[tuple[Pass, ...]] = (
 )
 
 STAGES: Final[Mapping[str, tuple[Pass, ...]]] = MappingProxyType(
-    {"imported": (), "raised": RAISING, "programs": COMPOSING, "kernels": SELECTING}
+    {"imported": (InjectMasks(),), "raised": RAISING, "programs": COMPOSING, "kernels": SELECTING}
 )
 
 
@@ -77,15 +86,21 @@ class LoweredPipeline:
         module: Programs, buffers, weights, cache.
         ir_text: Module text after each stage (`imported`, `raised`, `programs`, `kernels`).
         notes: What the passes did, one line each.
+        sparsity: Per program, what zeros are proved and what they save (`analysis.savings`).
     """
 
     module: Module
     ir_text: Mapping[str, str]
     notes: tuple[str, ...]
+    sparsity: Mapping[str, Any] = field(default_factory=dict)
 
 
 def lower_pipeline(
-    imported: ImportedPipeline, *, verify: bool = False, fuse: bool = True
+    imported: ImportedPipeline,
+    *,
+    verify: bool = False,
+    fuse: bool = True,
+    mask_section: bytes = b"",
 ) -> LoweredPipeline:
     """Run all passes on a copy of the imported module and lower it.
 
@@ -93,32 +108,64 @@ def lower_pipeline(
         imported: What `compiler.frontend.import_pipeline` returned; it is not changed.
         verify: Run the IR verifier after each pass, not only after each stage.
         fuse: Whether calls are fused; without it the plan has the same bits in more calls.
+        mask_section: Masks of weights (`compiler.passes.inject_masks`); empty for none.
 
     Raises:
+        SparsityInvariantError: A pass claims zeros that the program before it has not.
         UnsupportedOperatorError: A node has no kernel where it stands; operator and node are named.
         MalformedModelError: Components contradict each other or their roles.
     """
     module, ctx = _copy(imported)
     notes = list(imported.notes)
     texts: dict[str, str] = {}
+    sparsity: dict[str, Any] = {}
     for stage, passes in STAGES.items():
-        chosen = [current for current in passes if fuse or not isinstance(current, FuseGroups)]
+        chosen = [_configured(p, mask_section) for p in passes if fuse or not _is_fusing(p)]
         notes.extend(run_passes(module, ctx, chosen, verify=verify))
         _verify(module, stage)
         texts[stage] = print_module(module)
-    return LoweredPipeline(lower(module, ctx), MappingProxyType(texts), tuple(notes))
+        if stage == "programs":
+            sparsity = _sparsity(module, ctx)
+    return LoweredPipeline(lower(module, ctx), MappingProxyType(texts), tuple(notes), sparsity)
+
+
+def _configured(current: Pass, mask_section: bytes) -> Pass:
+    return InjectMasks(mask_section) if isinstance(current, InjectMasks) else current
+
+
+def _is_fusing(current: Pass) -> bool:
+    return isinstance(current, FuseGroups)
+
+
+def _sparsity(module: ModuleOp, ctx: PassContext) -> dict[str, Any]:
+    """Return what is proved of each program when its operations still say what they mean."""
+    funcs = functions(module)
+    found = module_facts(funcs, ctx.constants)
+    return {
+        func.sym_name.data: sparsity_rows(func, facts, ctx.constants)
+        for func, facts in zip(funcs, found, strict=True)
+    }
 
 
 def run_passes(
     module: ModuleOp, ctx: PassContext, passes: Sequence[Pass], *, verify: bool = False
 ) -> list[str]:
-    """Run passes in order on `module`; return one note per pass."""
-    notes = []
+    """Run passes in order on `module`; return one note per pass.
+
+    Raises:
+        SparsityInvariantError: A pass claims zeros that the program before it has not.
+    """
+    notes, guard = [], SparsityGuard()
     for current in passes:
+        old = guard.before(module, ctx)
         result = current.run(module, ctx)
+        exact = not getattr(current, "changes_values", False)
+        guard.after(module, ctx, old, current.name, exact=exact)
         if verify:
             _verify(module, current.name)
         notes.append("; ".join((f"{current.name}: {result.changed}", *result.notes)))
+    if guard.unproved:
+        notes.append(f"sparsity-invariant: {guard.unproved} claims rest on the zero rules alone")
     return notes
 
 

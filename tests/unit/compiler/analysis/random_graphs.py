@@ -163,7 +163,22 @@ def _onnx_binary(op: str) -> Emitter:
 
 
 def _logic(op: str) -> Emitter:
-    return lambda g: g.keep(g.onnx(op, *([g.mask()] if op == "Not" else [g.mask(), g.mask()])))
+    def emit(g: Graph) -> None:
+        _truth(g)
+        known, other = g.bools[-1], g.mask()
+        g.keep(g.onnx(op, *([known] if op == "Not" else [known, other])))
+        if op == "Or":
+            _truth(g)
+            g.keep(g.onnx(op, known, g.bools[-1]))
+
+    return emit
+
+
+def _quotient(g: Graph) -> None:
+    numbers = g.rng.uniform(0.5, 2.0, (1, WIDTH)).astype(np.float32)
+    sparse = g.add(BinaryOp(g.pick(), g.weights(WIDTH), kind="mul"))
+    g.keep(g.onnx("Div", g.add(UnaryOp(sparse, kind="relu")), g.constant(numbers)))
+    g.keep(g.onnx("Div", g.pick(), _second(g, g.pick())))
 
 
 def _compare(op: str) -> Emitter:
@@ -174,7 +189,8 @@ def _clip(g: Graph) -> None:
     bounds = [(0, None), (0, 6), (-1, 1), (0.5, 2), (None, 0), (-2, -1)]
     low, high = bounds[int(g.rng.integers(len(bounds)))]
     operands = [None if b is None else g.constant(np.array(b, np.float32)) for b in (low, high)]
-    g.keep(g.onnx("Clip", g.pick(), *operands))
+    x = g.add(UnaryOp(g.pick(), kind="relu")) if g.rng.random() < 0.5 else g.pick()
+    g.keep(g.onnx("Clip", x, *operands))
 
 
 def _norm(kind: str) -> Emitter:
@@ -387,9 +403,20 @@ def _cast(g: Graph) -> None:
     g.keep(g.onnx("Cast", g.mask(), like=g.floats[0], to=integer(1)))
 
 
+def _truth(g: Graph) -> None:
+    truth = g.constant(g.rng.random((1, WIDTH)) < 0.5)
+    g.bools.append(g.add(ExpandOp(truth, (g.rows, Dim(WIDTH)))))
+
+
 def _masked(g: Graph) -> None:
     cast = g.onnx("Cast", g.mask(), like=g.floats[0], to=integer(1))
     g.keep(g.onnx("Mul", g.pick(), cast))
+
+
+def _image(g: Graph) -> None:
+    dark = g.constant(g.rng.integers(0, 2, (1, ROWS * WIDTH)).astype(np.uint8))
+    pixels = dark if g.rng.random() < 0.5 else g.pixels
+    g.fold_back(g.add(ImageOp(pixels, 12, 1, divide=255.0, subtract=0.5)))
 
 
 STATIC_ONLY = frozenset(
@@ -409,7 +436,8 @@ EMITTERS: dict[str, Emitter] = {
             *("Gelu", "Round", "Sign", "Tanh", "Cos", "Exp", "Log", "Reciprocal", "Sigmoid"),
         )
     },
-    **{f"sp.onnx:{k}": _onnx_binary(k) for k in ("Mul", "Add", "Sub", "Max", "Min", "Div", "Pow")},
+    **{f"sp.onnx:{k}": _onnx_binary(k) for k in ("Mul", "Add", "Sub", "Max", "Min", "Pow")},
+    "sp.onnx:Div": _quotient,
     **{f"sp.onnx:{k}": _logic(k) for k in ("And", "Or", "Not")},
     **{
         f"sp.onnx:{k}": _compare(k)
@@ -450,9 +478,10 @@ EMITTERS: dict[str, Emitter] = {
     "mm.rope": _rope,
     "mm.attention_score": _attention_score,
     "mm.prune_top_p": _prune_top_p,
-    "sp.image": lambda g: g.fold_back(g.add(ImageOp(g.pixels, 12, 1, divide=255.0, subtract=0.5))),
+    "sp.image": _image,
     "sp.argmax": _embed,
     "masked product": _masked,
+    "constant truth": _truth,
 }
 
 
@@ -484,11 +513,13 @@ class Outcome:
     Attributes:
         keys: How often each row of the table occurs.
         zeros: Elements proved zero by more than being their own source, over all executions.
+        claims: Parts of all masks: sources, clauses, atoms. Fewer of them say less.
         violations: Claims that an execution contradicts.
     """
 
     keys: Counter[str]
     zeros: int = 0
+    claims: int = 0
     violations: list[str] = field(default_factory=list)
 
 
@@ -496,7 +527,7 @@ def check_graph(seed: int, logic: ZeroLogic = STANDARD) -> Outcome:
     """Execute a random function and compare its values with what the analysis claims of them."""
     graph, func = random_graph(seed)
     facts = module_facts([func], graph.table, logic)[0]
-    outcome = Outcome(graph.keys)
+    outcome = Outcome(graph.keys, claims=_size(facts))
     checked = checked_values([func])
     rng = np.random.default_rng([seed, 1])
     empty: Caches = {k: (np.zeros((0, WIDTH), np.float32),) * 2 for k in range(graph.layers)}
@@ -533,6 +564,12 @@ def _compare_claims(
         share = env.patterns[source.number].mean()
         if not source.density[0] - 1e-9 <= share <= source.density[1] + 1e-9:
             outcome.violations.append(f"{place}: source {source.kind} density {share}")
+
+
+def _size(facts: Facts) -> int:
+    clauses = [clause for mask in facts.masks.values() for clause in mask.clauses]
+    parts = sum(1 + len(clause.atoms) - len(clause.assumes) for clause in clauses)
+    return 1000 * len(facts.sources) + parts
 
 
 def _without_own_source(mask: Mask, facts: Facts, value: SSAValue) -> Mask:
