@@ -24,7 +24,7 @@ from xdsl.ir import Operation, SSAValue
 from compiler.analysis.constants import ConstantTable
 from compiler.analysis.masks import DENSE
 from compiler.analysis.propagation import Facts
-from compiler.analysis.zero_hooks import attention_band, operands
+from compiler.analysis.zero_hooks import attention_band, maps_zero, operands
 from compiler.analysis.zero_rules import ZERO_RULES, ZeroKind
 from compiler.dialects.invariant import zero_rule
 from compiler.dialects.mm import AttentionOp
@@ -57,6 +57,8 @@ def source_kind(op: Operation, facts: Facts, constants: ConstantTable) -> str | 
     if rule.source in ("softmax", "band", "where"):
         return None if facts.of(op.results[0]).is_dense else rule.source
     if rule.kind in (ZeroKind.CAST, ZeroKind.CONSTANT):
+        return None
+    if rule.kind is ZeroKind.SOURCE and not maps_zero(op, constants):
         return None
     return next(iter(sorted(made)), None)
 

@@ -86,7 +86,7 @@ def source(op: Any, flow: Flow, rule: ZeroRule) -> list[Mask]:
     """A fresh source: zero where the result is, and wherever the operand was."""
     result = op.results[0]
     made = flow.fresh(result, rule.source, granularity="element", density=(0.0, 1.0))
-    return [made & (flow.mask(op.operands[0]) if _maps_zero(op, flow) else DENSE)]
+    return [made & (flow.mask(op.operands[0]) if maps_zero(op, flow.constants) else DENSE)]
 
 
 def annihilating(op: Any, flow: Flow, rule: ZeroRule) -> list[Mask]:
@@ -366,14 +366,14 @@ def _kept_share(tokens: SSAValue, kept: SSAValue) -> Density:
     return (share, share)
 
 
-def _maps_zero(op: Operation, flow: Flow) -> bool:
+def maps_zero(op: Operation, constants: ConstantTable) -> bool:
     """Return whether a source maps zero to zero (Clip with 0 outside its bounds does not)."""
     if not isinstance(op, OnnxOp) or op.op.data == "Relu":
         return True
     if op.op.data == "ThresholdedRelu":
         alpha = op.attrs.data.get("alpha")
         return isinstance(alpha, FloatAttr) and alpha.value.data >= 0
-    low, high = (flow.constants.scalar(op.operand_at(at)) for at in (1, 2))
+    low, high = (constants.scalar(op.operand_at(at)) for at in (1, 2))
     has_low, has_high = op.operand_at(1) is not None, op.operand_at(2) is not None
     fits_low = not has_low or (low is not None and low <= 0)
     return fits_low and (not has_high or (high is not None and high >= 0))

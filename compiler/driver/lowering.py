@@ -1,10 +1,9 @@
 """The front half of a compilation: ONNX to a lowered module."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from compiler.contract.canonical import Json
+from compiler.contract.canonical import canonical_bytes
 from compiler.driver.bounds import bounded
 from compiler.driver.provenance import MASKS
 from compiler.driver.stages import StageClock
@@ -21,13 +20,13 @@ class Lowered:
     Attributes:
         ir_text: Module text after each stage of the passes, under headings.
         notes: What importer and passes did, one line each.
-        sparsity: Per program, what zeros are proved and what they save.
+        sparsity: Per program, what zeros are proved and what they save, as canonical JSON.
     """
 
     module: Module
     ir_text: str
     notes: tuple[str, ...]
-    sparsity: Mapping[str, Json] = field(default_factory=dict)
+    sparsity: str = "{}"
 
 
 def lower_submission(
@@ -45,7 +44,8 @@ def lower_submission(
     with clock.stage("raise"), bounded(limits):
         lowered = lower_pipeline(imported, mask_section=_masks(directory))
     texts = [f"// ==== {stage} ====\n{text}" for stage, text in lowered.ir_text.items()]
-    return Lowered(lowered.module, "\n".join(texts), lowered.notes, lowered.sparsity)
+    sparsity = canonical_bytes(dict(lowered.sparsity)).decode()
+    return Lowered(lowered.module, "\n".join(texts), lowered.notes, sparsity)
 
 
 def _masks(directory: Path) -> bytes:

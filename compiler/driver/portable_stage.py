@@ -85,7 +85,7 @@ def make_portable(
         **weight_facts,
         **learned.facts,
         "notes": list(lowered.notes),
-        "sparsity": dict(lowered.sparsity),
+        "sparsity": parse_object(lowered.sparsity.encode()),
     }
     sections = {**emitted.sections, **learned.sections}
     sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}

@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 from xdsl.dialects.builtin import ModuleOp
 
+from compiler.dialects.sp import ConstantOp
 from compiler.dialects.text import print_module
 from compiler.frontend import import_pipeline
 from compiler.passes.base import Pass, PassContext
-from compiler.passes.functions import functions
+from compiler.passes.functions import functions, operations
+from compiler.passes.inject_masks import InjectMasks, encode_masks
 from compiler.passes.pipeline import STAGES
 from tests.factories.onnx_blocks import (
     GraphBuilder,
@@ -49,6 +51,15 @@ def sparse_block(b: GraphBuilder, x: str) -> str:
     return b.op("MatMul", wide, b.const(weight))
 
 
+def tiles_block(b: GraphBuilder, x: str) -> str:
+    """A product whose weight has dead tiles, behind a ReLU."""
+    weight = b.rng.standard_normal((32, 32)) * 0.3
+    weight[:16, 16:] = 0
+    up = b.op("MatMul", x, b.weight(8, 32))
+    wide = b.op("MatMul", b.op("Relu", up), b.const(weight))
+    return b.op("MatMul", b.op("Mul", wide, up), b.weight(32, 8))
+
+
 Writer = Callable[[Path], Path]
 
 TINY_PART: Mapping[str, str] = {
@@ -79,6 +90,9 @@ CASES: Mapping[str, Writer] = {
     "adapt-pruning": lambda d: write_pruned(d, SMALL, p=0.7, merge=1),
     "compose": lambda d: write_tiny(d, SMALL),
     "last-row": lambda d: write_tiny(d, SMALL),
+    "inject-masks": lambda d: write_block(d, gemm_block),
+    "detect-sources": lambda d: write_block(d, tiles_block),
+    "derive-structure": lambda d: write_block(d, tiles_block),
     "propagate-masks": lambda d: write_block(d, elementwise_block),
     "select-kernels": lambda d: write_block(d, moe_block()),
     "assign-layouts": lambda d: write_block(d, sparse_block),
@@ -101,9 +115,19 @@ def prepared(name: str, directory: Path) -> tuple[Pass, ModuleOp, PassContext]:
                 for func in functions(module):
                     if func.sym_name.data != TINY_PART.get(name, func.sym_name.data):
                         module.body.block.erase_op(func)
-                return current, module, ctx
+                return _configured(current, module, ctx), module, ctx
             current.run(module, ctx)
     raise KeyError(name)
+
+
+def _configured(current: Pass, module: ModuleOp, ctx: PassContext) -> Pass:
+    """Return the pass, with the mask section of the first matrix if it needs one."""
+    if not isinstance(current, InjectMasks):
+        return current
+    constants = [op for op in operations(module) if isinstance(op, ConstantOp)]
+    first = next(op for op in constants if ctx.constants.of(op).ndim == 2)
+    bits = np.arange(ctx.constants.of(first).size).reshape(ctx.constants.of(first).shape) % 3 > 0
+    return InjectMasks(encode_masks({first.sha256.data: bits}))
 
 
 def golden_text(name: str, directory: Path) -> str:
