@@ -84,8 +84,8 @@ def make_portable(
         **_plan_facts(plan, emitted),
         **weight_facts,
         **learned.facts,
-        "notes": list(lowered.notes),
-        "sparsity": parse_object(lowered.sparsity.encode()),
+        **activity_facts(lowered.module, record),
+        **_pass_facts(lowered),
     }
     sections = {**emitted.sections, **learned.sections}
     sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
@@ -127,6 +127,11 @@ def _base_facts(packed: PackedModule, old: Mapping[int, PackedW4]) -> Json:
         "groups_refreshed": sum(r.groups_refreshed for r in packed.reports.values()),
         "rows_refreshed": sum(r.rows_refreshed for r in packed.reports.values()),
     }
+
+
+def _pass_facts(lowered: Lowered) -> dict[str, Json]:
+    """Return what the passes say about the model, whatever the target."""
+    return {"notes": list(lowered.notes), "sparsity": parse_object(lowered.sparsity.encode())}
 
 
 def lower_cached(
