@@ -84,7 +84,6 @@ def make_portable(
         **_plan_facts(plan, emitted),
         **weight_facts,
         **learned.facts,
-        **activity_facts(lowered.module, record),
         **_pass_facts(lowered),
     }
     sections = {**emitted.sections, **learned.sections}
