@@ -5,7 +5,8 @@
 Plans of one submission differ in numbers of one call only, so lowering, packing and the C compiler
 work once per kind of rule. Called by people and by the benchmark, not by `compile_model`: the
 chosen rule is written into `pipeline.json` and compiled like any other. Runs native code in this
-process. Cards for choosing and cards for judging should not be the same.
+process. Cards for choosing and cards for judging should not be the same. Scales are not searched
+here as a compilation does, so accuracies are near those of the compiled bundle, not equal to them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
