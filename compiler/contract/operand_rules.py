@@ -5,8 +5,7 @@ unknown origin). A call that passes cannot make a kernel touch anything outside 
 that every operand's bytes lie inside its own memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -17,6 +16,7 @@ from compiler.contract.operands import (
     KvShape,
     OperandError,
     Operands,
+    Rule,
     Shape,
     WeightShape,
     fixed,
@@ -27,6 +27,7 @@ from compiler.contract.operands import (
     vector,
 )
 from compiler.contract.operations import PARAMS, NormKind, Op
+from compiler.contract.reference_rules import REFERENCE_RULES
 
 __all__ = [
     "RULES",
@@ -102,7 +103,7 @@ def _check_ports(
         )
 
 
-def _check_weights(op: Op, rule: "Rule", operands: Operands) -> None:
+def _check_weights(op: Op, rule: Rule, operands: Operands) -> None:
     given, kinds = operands.weights, rule.weights
     repeated = kinds[-1:]
     if op is Op.EXPERTS:
@@ -118,8 +119,9 @@ def _check_weights(op: Op, rule: "Rule", operands: Operands) -> None:
         if weight is None:
             need(kind.endswith("?"), f"{op.name} weight {at} must be present")
         else:
+            allowed = _KINDS.get(kind.rstrip("?"), (kind.rstrip("?"),))
             need(
-                weight.kind == kind.rstrip("?"),
+                weight.kind in allowed,
                 f"{op.name} weight {at} is {weight.kind}, not {kind}",
             )
 
@@ -284,21 +286,10 @@ def _moe_layer(c: Operands) -> None:
         check_call(op, Operands(inputs, outputs, weights, params))
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Operand types of one operation ("?" = may be absent) and the check of their shapes."""
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    shapes: Callable[[Operands], None]
-    weights: tuple[str, ...] = ()
-    more_inputs: int = 0
-    more_weights: int = 0
-
-
 _DTYPES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"f32": ("f32",), "i32": ("i32",), "u8": ("u8",), "any": ("f32", "i32")}
 )
+_KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"any": ("f32", "i32")})
 _BINARY: Final = Rule(("f32", "f32?"), ("f32",), _binary, ("f32?",))
 
 RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
@@ -346,5 +337,6 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
             ("f32", "f32?", "f32", "f32?", "w4", "w4"),
             more_weights=2 * MAX_EXPERTS - 2,
         ),
+        **REFERENCE_RULES,
     }
 )

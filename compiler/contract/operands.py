@@ -3,7 +3,7 @@
 `operand_rules` holds the rule of each operation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple
 
@@ -127,3 +127,15 @@ def head_size(shape: Shape, heads: int, what: str) -> int:
     size = shape.cols // heads
     need(size <= MAX_HEAD_DIM, f"{what}: head of {size}, at most {MAX_HEAD_DIM}")
     return size
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Operand types of one operation ("?" = may be absent) and the check of their shapes."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    shapes: Callable[[Operands], None]
+    weights: tuple[str, ...] = ()
+    more_inputs: int = 0
+    more_weights: int = 0

@@ -12,6 +12,8 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Final
 
+from compiler.contract.reference import MapKind, PoolKind, ReduceKind, ScatterKind
+
 
 class Op(IntEnum):
     """Operation codes. A number, once used, never changes its meaning."""
@@ -110,6 +112,35 @@ class Op(IntEnum):
     """x (R, D); gamma f32 (D), [beta f32 (D)], router f32 (E, D), [bias f32 (E)], w_in, w_out w4
     per expert -> y (R, D), index i32 (R, k), gate f32 (R, k): h = NORM(x), index, gate = ROUTE(h),
     y = EXPERTS(h, index, gate), plus x if residual."""
+    REF_MOVE = 128
+    """Reference operations work on flat operands as their geometry, weight i32 0, says; the layout
+    is in `compiler.contract.reference`. Sources are inputs or further weights, f32 or i32.
+    Pieces: y[y_at + sum(i * y_steps)] = x[x_at + sum(i * x_steps)]; fill = y is `value` before."""
+    REF_MAP = 129
+    """y[i] = kind(a[i], b[i], c[i]), operands by strides; alpha and beta are the kind's numbers."""
+    REF_REDUCE = 130
+    """y[i] = kind over all j of x[i, j], j in row-major order."""
+    REF_CONTRACT = 131
+    """y[s, m, n] = sum over k, ascending, of a[s, m, k] * b[s, k, n]; f32 or i32 (wrapping)."""
+    REF_CONV = 132
+    """x (N, C, H, W), w (M, C/groups, kh, kw), [bias (M)] -> (N, M, Ho, Wo): bias, then taps in
+    order (channel, ky, kx) added one by one; f32 or i32 (wrapping)."""
+    REF_CONV_TRANSPOSE = 133
+    """x (N, C, H, W), w (C, M/groups, kh, kw), [bias (M)] -> (N, M, Ho, Wo), in the same order."""
+    REF_POOL = 134
+    """x (planes, H, W) -> (planes, Ho, Wo), f32; averages are summed in f64."""
+    REF_RESAMPLE = 135
+    """y[o, j, i] = sum over t of w[j, t] * x[o, index[j, t], i], f32, in order."""
+    REF_GATHER = 136
+    """y[i] = x[x_at + sum(i * x_steps) + step * index[i]]; an index below 0 counts from `limit`.
+    An index outside [-limit, limit) is a run-time error."""
+    REF_SCATTER = 137
+    """y = x, then every update u[i], in row-major order, meets y[y_at + ... + step * index[i]]."""
+    REF_TOPK = 138
+    """x (outer, n, inner) -> k greatest or least of the middle axis, best first, ties to the lower
+    index; values and i32 indices."""
+    REF_SCAN = 139
+    """Running sums along the middle axis of x (outer, n, inner)."""
 
 
 class Act(IntEnum):
@@ -294,6 +325,22 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
             _f("eps", 0.0),
             Param("residual", 0, 1, 0),
         ),
+        Op.REF_MOVE: (Param("fill", 0, 1, 0), Param("value", -(1 << 31), (1 << 31) - 1, 0)),
+        Op.REF_MAP: (
+            Param("kind", 0, max(MapKind)),
+            _f("alpha", default=0.0),
+            _f("beta", default=0.0),
+        ),
+        Op.REF_REDUCE: (Param("kind", 0, max(ReduceKind)),),
+        Op.REF_CONTRACT: (),
+        Op.REF_CONV: (),
+        Op.REF_CONV_TRANSPOSE: (),
+        Op.REF_POOL: (Param("kind", 0, max(PoolKind)),),
+        Op.REF_RESAMPLE: (),
+        Op.REF_GATHER: (),
+        Op.REF_SCATTER: (Param("kind", 0, max(ScatterKind), 0),),
+        Op.REF_TOPK: (Param("largest", 0, 1, 1),),
+        Op.REF_SCAN: (Param("exclusive", 0, 1, 0), Param("reverse", 0, 1, 0)),
     }
 )
 

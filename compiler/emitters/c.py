@@ -20,9 +20,10 @@ from compiler.contract.operations import (
     RouteOrder,
     UnaryKind,
 )
+from compiler.contract.reference import MapKind, PoolKind, ReduceKind, ScatterKind
 from compiler.contract.plan_format import ABI_VERSION, RECORDS, Kind, Status
 from compiler.hardware.targets import Target
-from compiler.kernels import constants, naming, registry
+from compiler.kernels import constants, naming, reference, registry
 from compiler.kernels.select import TileSpec, select_tile
 
 _ROOT: Final = Path(registry.__file__).parent
@@ -36,6 +37,10 @@ _ENUMS: Final[tuple[type[IntEnum], ...]] = (
     UnaryKind,
     RouteOrder,
     ExpertAct,
+    MapKind,
+    ReduceKind,
+    PoolKind,
+    ScatterKind,
 )
 _TABLES: Final = ("sections", "weights", "buffers", "programs", "ports", "calls", "operands")
 
@@ -86,6 +91,8 @@ def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
     found.append("runtime/rows.c.in")
     if any(spec.tiled for spec in specs):
         found += [tile.template, registry.W4_TEMPLATE]
+    if any(spec.is_reference for spec in specs):
+        found += registry.REFERENCE_TEMPLATES
     found += dict.fromkeys(spec.template for spec in specs)
     return [*found, "runtime/vm.c.in"]
 
@@ -116,6 +123,9 @@ def _context(target: Target, ops: list[Op], tile: TileSpec) -> dict[str, object]
         "max_tokens": plan_format.MAX_TOKENS,
         "ops": [op.name for op in ops],
         "records": RECORDS,
+        "maps": reference.MAPS,
+        "layouts": reference.LAYOUT_OFFSETS,
+        "double": constants.DOUBLE,
         "smallest_amax": constants.SMALLEST_AMAX,
         "structs": C_STRUCTS,
         "table": rows,

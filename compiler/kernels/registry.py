@@ -9,6 +9,7 @@ from compiler.contract.operand_rules import RULES
 from compiler.contract.operations import Op
 
 W4_TEMPLATE: Final = "templates/w4.c.in"
+REFERENCE_TEMPLATES: Final = ("templates/ref_common.c.in", "templates/ref_functions.c.in")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,11 @@ class KernelSpec:
     def function(self) -> str:
         """Name of the C function."""
         return f"sf_{self.op.name.lower()}"
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is a plain kernel over flat operands, chosen where no fast one exists."""
+        return self.op.name.startswith("REF_")
 
     @property
     def fewest(self) -> tuple[int, int, int]:
@@ -82,6 +88,18 @@ def _specs() -> tuple[KernelSpec, ...]:
             tiled=True,
             uses=(Op.ROUTE, Op.EXPERTS),
         ),
+        KernelSpec(Op.REF_MOVE, "templates/ref_map.c.in"),
+        KernelSpec(Op.REF_MAP, "templates/ref_map.c.in"),
+        KernelSpec(Op.REF_REDUCE, "templates/ref_reduce.c.in"),
+        KernelSpec(Op.REF_CONTRACT, "templates/ref_contract.c.in"),
+        KernelSpec(Op.REF_CONV, "templates/ref_conv.c.in"),
+        KernelSpec(Op.REF_CONV_TRANSPOSE, "templates/ref_conv.c.in"),
+        KernelSpec(Op.REF_POOL, "templates/ref_reduce.c.in"),
+        KernelSpec(Op.REF_RESAMPLE, "templates/ref_reduce.c.in"),
+        KernelSpec(Op.REF_GATHER, "templates/ref_index.c.in"),
+        KernelSpec(Op.REF_SCATTER, "templates/ref_index.c.in"),
+        KernelSpec(Op.REF_TOPK, "templates/ref_index.c.in"),
+        KernelSpec(Op.REF_SCAN, "templates/ref_reduce.c.in"),
     )
 
 
