@@ -7,6 +7,7 @@ by content. Shape operands vanish: movement operations carry their result shape 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 from xdsl.dialects.builtin import (
@@ -318,7 +319,7 @@ def _attributes(b: FunctionBuilder, node: Node) -> dict[str, Attribute]:
     first = b.evaluation.values[node.inputs[0]][0]
     operands = [b.evaluation.values[name][0] if name else None for name in node.inputs]
     rank = len(first.shape)
-    if "axis" in values:
+    if "axis" in values and node.op not in _FREE_AXIS:
         values["axis"] = axis_of(int(values["axis"]), rank + (node.op == "OneHot"))
     if node.op.startswith("Reduce"):
         values = {"axes": list(reduce_axes(node, operands)), "keepdims": values["keepdims"]}
@@ -326,11 +327,25 @@ def _attributes(b: FunctionBuilder, node: Node) -> dict[str, Attribute]:
         count = operands[1]
         assert isinstance(count, Known)
         values["k"] = int(count.array.reshape(-1)[0])
-    if node.op == "Conv":
-        strides, dilations, pads = conv_geometry(node, rank - 2)
-        geometry = {"strides": strides, "dilations": dilations, "pads": pads}
-        values = {"group": values["group"], **geometry}
+    if "auto_pad" in values:
+        values |= _window(b, node, first.shape)
     return {key: _attribute(value) for key, value in values.items()}
+
+
+def _window(b: FunctionBuilder, node: Node, shape: Sequence[int]) -> dict[str, Any]:
+    """Return the geometry of a convolution or pool with all pads worked out."""
+    at = {"QLinearConv": 3}.get(node.op, 1)
+    window = node.attrs["kernel_shape"] or b.evaluation.values[node.inputs[at]][0].shape[2:]
+    out = None
+    if node.op == "ConvTranspose":
+        out = b.evaluation.values[node.outputs[0]][0].shape[2:]
+    strides, dilations, pads = conv_geometry(node, shape[2:], window, out)
+    geometry = {"strides": strides, "dilations": dilations, "pads": pads}
+    return {**geometry, "kernel_shape": list(window), "auto_pad": "NOTSET"}
+
+
+_FREE_AXIS: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
+"""Operators whose axis does not simply number the axes of the first operand."""
 
 
 def _attribute(value: object) -> Attribute:

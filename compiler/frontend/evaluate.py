@@ -7,7 +7,8 @@ rest exists at run time.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -15,12 +16,16 @@ import onnx
 from compiler.dialects.dims import Binding, Dim, fit
 from compiler.dialects.types import is_supported_dtype
 from compiler.errors import MalformedModelError, UnsupportedOperatorError
+from compiler.frontend.control_flow import CONTROL, MAX_TRIPS, LoopExpansion, branch, reads
 from compiler.frontend.fold_rules import ANNOUNCED
 from compiler.frontend.limits import FoldBudget
 from compiler.frontend.onnx_file import DEFAULT_DOMAINS
 from compiler.frontend.onnx_ops import OPERATORS, REQUIRED, OnnxOperator, supported_operators
 from compiler.frontend.shape_rules import widened
 from compiler.frontend.values import Array, Known, Node, Runtime, Value, stand_in
+
+ALONG_ONE_AXIS: Final = 13
+"""From this operator set on a softmax runs along exactly one axis."""
 
 Family = tuple[Value, ...]
 """One ONNX value under every binding, in the order of the bindings."""
@@ -71,7 +76,7 @@ class Evaluation:
         return [axis for axis in axes if axis is not None] if None not in axes else None
 
 
-def make_node(proto: onnx.NodeProto) -> tuple[Node, OnnxOperator]:
+def make_node(proto: onnx.NodeProto, opset: int = 0) -> tuple[Node, OnnxOperator]:
     """Return a node with complete attributes, and its row.
 
     Raises:
@@ -85,15 +90,15 @@ def make_node(proto: onnx.NodeProto) -> tuple[Node, OnnxOperator]:
             f"operator {kind} (node {name}) is not supported",
             hint="supported operators: " + ", ".join(supported_operators()),
         )
-    attrs = dict(row.attrs)
+    attrs, given = dict(row.attrs), {}
     for attribute in proto.attribute:
         if attribute.name not in attrs:
             raise UnsupportedOperatorError(
                 f"operator {kind} (node {name}): attribute {attribute.name!r} is not supported",
                 hint=f"supported attributes: {', '.join(sorted(attrs)) or 'none'}",
             )
-        value = onnx.helper.get_attribute_value(attribute)
-        attrs[attribute.name] = value.decode() if isinstance(value, bytes) else value
+        value = _plain(onnx.helper.get_attribute_value(attribute))
+        attrs[attribute.name] = given[attribute.name] = value
     if row.arity is not None and row.arity != (len(proto.input), len(proto.output)):
         raise MalformedModelError(
             f"operator {kind} (node {name}) has {len(proto.input)} operands and"
@@ -102,7 +107,16 @@ def make_node(proto: onnx.NodeProto) -> tuple[Node, OnnxOperator]:
     missing = [key for key, value in attrs.items() if value is REQUIRED]
     if missing:
         raise MalformedModelError(f"operator {kind} (node {name}) has no {missing[0]!r}")
-    return Node(kind, name, tuple(proto.input), tuple(proto.output), attrs), row
+    inputs, outputs = tuple(proto.input), tuple(proto.output)
+    return Node(kind, name, inputs, outputs, attrs, given, opset), row
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever an attribute holds
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, list) and value and isinstance(value[0], bytes):
+        return [item.decode() for item in value]
+    return value
 
 
 def evaluate(
@@ -111,18 +125,20 @@ def evaluate(
     outputs: Sequence[str],
     bindings: tuple[Binding, ...],
     budget: FoldBudget | None = None,
+    opset: int = 0,
 ) -> Evaluation:
     """Evaluate everything that `outputs` depend on.
 
     Args:
-        graph: Checked graph without control flow.
+        graph: Checked graph; its control flow must be decided by constants and fixed sizes.
         inputs: Graph inputs under every binding.
         outputs: Names of the values that matter.
         bindings: Witnesses of the run-time lengths.
         budget: What folding may make; by default what `DEFAULT_LIMITS` allows.
+        opset: Version of the default operator set.
 
     Raises:
-        UnsupportedOperatorError: A needed node has no row.
+        UnsupportedOperatorError: A needed node has no row, or a condition is not known.
         LimitError: A tensor or the constants are larger than the budget allows.
         MalformedModelError: Shapes contradict each other.
     """
@@ -134,27 +150,102 @@ def evaluate(
         raise UnsupportedOperatorError(
             "sparse initializers are not supported", hint="store weights as dense tensors"
         )
-    nodes = []
-    for proto in _needed(graph, outputs):
-        node, row = make_node(proto)
-        unknown = [name for name in node.inputs if name and name not in values]
+    walk = _Walk(values, bindings, budget, opset)
+    walk.run(_needed(graph.node, outputs))
+    return Evaluation(bindings, values, walk.nodes)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Evaluates nodes in order; control flow is replaced by what it stands for."""
+
+    values: dict[str, Family]
+    bindings: tuple[Binding, ...]
+    budget: FoldBudget
+    opset: int
+    nodes: list[Node] = field(default_factory=list)
+    expansions: int = 0
+
+    def run(self, protos: Sequence[onnx.NodeProto]) -> None:
+        for proto in protos:
+            if proto.op_type in CONTROL and proto.domain in DEFAULT_DOMAINS:
+                self._control(proto)
+            else:
+                self._node(proto)
+
+    def _node(self, proto: onnx.NodeProto) -> None:
+        node, row = make_node(proto, self.opset)
+        unknown = [name for name in node.inputs if name and name not in self.values]
         if unknown:
             raise MalformedModelError(
                 f"node {node.name} reads {unknown[0]!r}, which is not in pipeline.json",
                 hint="give every graph input a role",
             )
-        results = _evaluate_node(node, row, values, len(bindings), budget)
-        values.update(zip(node.outputs, results, strict=False))
-        nodes.append(node)
-    return Evaluation(bindings, values, nodes)
+        if 0 < self.opset < ALONG_ONE_AXIS:
+            node = _along_last(node, self.values)
+        results = _evaluate_node(node, row, self.values, len(self.bindings), self.budget)
+        self.values.update(zip(node.outputs, results, strict=False))
+        self.nodes.append(node)
+
+    def _control(self, proto: onnx.NodeProto) -> None:
+        self.expansions += 1
+        prefix = f"{proto.op_type}{self.expansions}/"
+        if proto.op_type == "If":
+            condition = bool(self._decided(proto, proto.input[0]).reshape(-1)[0])
+            self._expanded(branch(proto, condition, prefix), proto.output)
+            return
+        limit, first = proto.input[:2]
+        trips = int(self._decided(proto, limit).reshape(-1)[0]) if limit else MAX_TRIPS + 1
+        going = bool(self._decided(proto, first).reshape(-1)[0]) if first else True
+        loop = LoopExpansion(proto, trips if going else 0, prefix)
+        for at in range(loop.trips):
+            nodes, condition_name = loop.trip(at)
+            self.run(nodes)
+            if not self._decided(proto, condition_name).reshape(-1)[0]:
+                break
+        self.run(loop.finish())
+
+    def _expanded(self, nodes: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> None:
+        self.run(_needed(nodes, [name for name in outputs if name]))
+
+    def _decided(self, proto: onnx.NodeProto, name: str) -> Array:
+        family = self.values.get(name)
+        known = [value.array for value in family or () if isinstance(value, Known)]
+        if not known or len(known) != len(self.bindings) or any(
+            not _equal(known[0], other) for other in known
+        ):
+            raise UnsupportedOperatorError(
+                f"operator {proto.op_type} (node {proto.name or proto.output[0]}):"
+                f" {name!r} is known only at run time",
+                hint="pin what it depends on: sizes with dims, scalar inputs with constants",
+            )
+        return known[0]
 
 
-def _needed(graph: onnx.GraphProto, outputs: Sequence[str]) -> list[onnx.NodeProto]:
+def _along_last(node: Node, values: Mapping[str, Family]) -> Node:
+    """Return a softmax of an old operator set, which flattens from its axis on, as a new one.
+
+    Raises:
+        UnsupportedOperatorError: It spans more than one axis.
+    """
+    if node.op not in ("Softmax", "LogSoftmax", "Hardmax"):
+        return node
+    shape = values[node.inputs[0]][0].shape
+    axis = int(node.given.get("axis", 1)) % max(len(shape), 1)
+    if any(size != 1 for size in shape[axis + 1 :]) and axis != len(shape) - 1:
+        raise UnsupportedOperatorError(
+            f"operator {node.op} (node {node.name}) spans several axes",
+            hint="export again with opset 13 or later",
+        )
+    return replace(node, attrs={**node.attrs, "axis": axis})
+
+
+def _needed(nodes: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> list[onnx.NodeProto]:
     wanted = set(outputs)
     kept = []
-    for proto in reversed(graph.node):
+    for proto in reversed(nodes):
         if wanted.intersection(proto.output):
-            wanted.update(name for name in proto.input if name)
+            wanted.update(reads(proto))
             kept.append(proto)
     return kept[::-1]
 
@@ -251,7 +342,9 @@ def _equal(a: Array, b: Array) -> bool:
 
 
 def bind_shape(shape: Sequence[Dim], dtype: str, bindings: tuple[Binding, ...]) -> Family:
-    """Return a run-time value of `shape` under every binding."""
+    """Return a run-time value of `shape` under every binding; one object if all sizes are fixed."""
+    if all(dim.is_static for dim in shape):
+        return (Runtime(tuple(dim.constant for dim in shape), dtype),) * len(bindings)
     return tuple(Runtime(tuple(d.at(b) for d in shape), dtype) for b in bindings)
 
 

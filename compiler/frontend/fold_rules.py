@@ -161,17 +161,27 @@ def transpose(node: Node, values: Values) -> Arrays:
     return [data(values).transpose(node.attrs["perm"])]
 
 
-def squeeze(_node: Node, values: Values) -> Arrays:
+def _axes(node: Node, values: Values) -> list[int] | None:
+    """Return the axes of operand 1, or of the attribute as old operator sets have it."""
+    if len(values) > 1 and values[1] is not None:
+        return integers(values, 1)
+    axes: list[int] | None = node.attrs["axes"]
+    return axes
+
+
+def squeeze(node: Node, values: Values) -> Arrays:
     """Axes of size one dropped."""
-    x = data(values)
-    if len(values) < 2 or values[1] is None:
+    x, axes = data(values), _axes(node, values)
+    if axes is None:
         return [x.squeeze()]
-    return [x.squeeze(tuple(axis_of(a, x.ndim) for a in integers(values, 1)))]
+    return [x.squeeze(tuple(axis_of(a, x.ndim) for a in axes))]
 
 
-def unsqueeze(_node: Node, values: Values) -> Arrays:
+def unsqueeze(node: Node, values: Values) -> Arrays:
     """Axes of size one added; numbers refer to the result."""
-    x, axes = data(values), integers(values, 1)
+    x, axes = data(values), _axes(node, values)
+    if axes is None:
+        raise ValueError("its axes are missing")
     rank = x.ndim + len(axes)
     return [np.expand_dims(x, tuple(axis_of(a, rank) for a in axes))]
 
@@ -220,6 +230,8 @@ def split_sizes(node: Node, values: Values) -> list[int]:
     total = x.shape[axis_of(node.attrs["axis"], len(x.shape))]
     if len(values) > 1 and values[1] is not None:
         return integers(values, 1)
+    if node.attrs["split"]:
+        return list(node.attrs["split"])
     count = len(node.outputs)
     chunk = -(-total // count)
     return [min(chunk, total - i * chunk) for i in range(count)]

@@ -20,7 +20,7 @@ from compiler.frontend.limits import DEFAULT_LIMITS, FoldBudget, ImportLimits
 from compiler.frontend.moe_repair import repair_experts
 from compiler.frontend.onnx_file import opset_of, read_model
 from compiler.frontend.pipeline_json import read_pipeline
-from compiler.frontend.signature import constant_value, element_type, input_type
+from compiler.frontend.signature import constant_value, element_type, input_type, pinned_type
 from compiler.frontend.values import Known
 from compiler.passes.base import ImportedPipeline, NodeNames
 from compiler.passes.pipeline_spec import Component, Port
@@ -93,7 +93,10 @@ def _import_component(
             dtype = element_type(info, f"input {port.name!r} of {component.name}")
             families[port.name] = tuple(Known(attention_mask(b, dtype)) for b in bindings)
             continue
-        dtype, shape = input_type(port, info, component.name)
+        if port.shape is None:
+            dtype, shape = input_type(port, info, component.name)
+        else:
+            dtype, shape = pinned_type(port, port.shape, info, component.name)
         arguments.append(Argument(port.name, port.role, dtype, shape))
         families[port.name] = bind_shape(shape, dtype, bindings)
     declared = {info.name: info for info in graph.output}
@@ -103,7 +106,8 @@ def _import_component(
         if _lookup(port, declared, component, "output") and port.role != "unused"
     ]
     budget = FoldBudget(limits)
-    evaluation = evaluate(graph, families, [name for name, _ in outputs], bindings, budget)
+    wanted = [name for name, _ in outputs]
+    evaluation = evaluate(graph, families, wanted, bindings, budget, opset_of(model))
     builder = FunctionBuilder(component.name, evaluation, constants, names)
     return builder.build(arguments, outputs)
 

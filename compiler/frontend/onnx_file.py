@@ -20,7 +20,7 @@ from compiler.frontend.external_data import load_external_data
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits, exceeded
 from compiler.frontend.model_size import check_size
 
-MIN_OPSET: Final = 13
+MIN_OPSET: Final = 11
 MAX_OPSET: Final = 28
 SPARSEFLEET_DOMAIN: Final = "ai.sparsefleet"
 KNOWN_FUNCTIONS: Final = frozenset(
@@ -68,6 +68,22 @@ def opset_of(model: onnx.ModelProto) -> int:
     """Return the version of the default operator set, 0 if the model imports none."""
     versions = [o.version for o in model.opset_import if o.domain in DEFAULT_DOMAINS]
     return versions[0] if versions else 0
+
+
+def external_files(path: Path) -> tuple[str, ...]:
+    """Return the names of the data files that an ONNX file refers to, each once.
+
+    Raises:
+        MalformedModelError: The file cannot be read.
+    """
+    model = _parse(path, DEFAULT_LIMITS)
+    places = [
+        entry.value
+        for tensor in model.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "location"
+    ]
+    return tuple(dict.fromkeys(places))
 
 
 def _parse(path: Path, limits: ImportLimits) -> onnx.ModelProto:

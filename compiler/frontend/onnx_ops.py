@@ -10,8 +10,10 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
+import onnx
 
 from compiler.frontend import fold_rules as f
+from compiler.frontend import generic_rules as g
 from compiler.frontend import shape_rules as s
 from compiler.frontend.values import Array, Node, Runtime, Values
 
@@ -43,8 +45,9 @@ class OnnxOperator:
     build: str = "generic"
 
 
-def _silu(x: Array) -> Array:
-    return np.asarray(x / (1 + np.exp(-x)))
+_REDUCE: Final[Mapping[str, Any]] = MappingProxyType(
+    {"axes": None, "keepdims": 1, "noop_with_empty_axes": 0}
+)
 
 
 def _sigmoid(x: Array) -> Array:
@@ -70,8 +73,7 @@ def _compare(name: str, function: Callable[..., Any]) -> OnnxOperator:
 
 
 def _reduce(name: str, function: Callable[..., Any]) -> OnnxOperator:
-    attrs = {"axes": None, "keepdims": 1, "noop_with_empty_axes": 0}
-    return OnnxOperator(name, s.reduce, f.reduction(function), attrs, frozenset({1}))
+    return OnnxOperator(name, s.reduce, f.reduction(function), _REDUCE, frozenset({1}))
 
 
 def _move(
@@ -85,6 +87,28 @@ def _move(
         name, None, fold, attrs or {}, frozenset(absorbed), of_shape=False, build=build
     )
 
+
+def _schema(name: str) -> OnnxOperator:
+    """Return a row whose attributes, shapes and folding are those of the ONNX package."""
+    attrs: dict[str, Any] = {}
+    for key, attribute in onnx.defs.get_schema(name).attributes.items():
+        default = onnx.helper.get_attribute_value(attribute.default_value)
+        plain = default.decode() if isinstance(default, bytes) else default
+        attrs[key] = REQUIRED if attribute.required else plain
+    return OnnxOperator(name, g.inferred, g.evaluated, attrs)
+
+
+_SCHEMA_ROWS: Final = (
+    *("ArgMin", "Atan", "AveragePool", "BatchNormalization", "BitwiseAnd", "BitwiseOr"),
+    *("BitwiseXor", "CastLike", "Celu", "ConvInteger", "ConvTranspose", "Cosh", "CumSum"),
+    *("DepthToSpace", "DynamicQuantizeLinear", "Elu", "EyeLike", "GRU", "Gelu"),
+    *("GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "HardSigmoid", "HardSwish"),
+    *("Hardmax", "InstanceNormalization", "IsInf", "IsNaN", "LRN", "LSTM", "LeakyRelu"),
+    *("LogSoftmax", "LpNormalization", "MatMulInteger", "MaxPool", "Mean", "Mish", "Mod"),
+    *("PRelu", "Pad", "QLinearConv", "QLinearMatMul", "QuantizeLinear", "RNN"),
+    *("Resize", "ReverseSequence", "Round", "ScatterND", "Selu", "Shrink", "Sign", "Sinh"),
+    *("Softplus", "Softsign", "SpaceToDepth", "Sum", "Tan", "ThresholdedRelu", "Trilu", "Xor"),
+)
 
 _NORM: Final = {"axis": -1, "epsilon": 1e-5, "stash_type": 1}
 _CONV: Final = {
@@ -127,10 +151,11 @@ _QMOE: Final = {
 }
 
 _ROWS: Final = (
+    *map(_schema, _SCHEMA_ROWS),
     _unary("Abs", np.abs),
     _unary("Ceil", np.ceil),
     _unary("Cos", np.cos),
-    _unary("Erf"),
+    OnnxOperator("Erf", s.same, g.evaluated),
     _unary("Exp", np.exp),
     _unary("Floor", np.floor),
     _unary("Log", np.log),
@@ -141,7 +166,7 @@ _ROWS: Final = (
     _unary("Sigmoid", _sigmoid),
     _unary("Sin", np.sin),
     _unary("Sqrt", np.sqrt),
-    _unary("Swish", _silu),
+    OnnxOperator("Swish", s.same, None, {"alpha": 1.0}),
     _unary("Tanh", np.tanh),
     _binary("Add", np.add),
     _binary("Div", f.divide),
@@ -157,10 +182,16 @@ _ROWS: Final = (
     _compare("Less", np.less),
     _compare("LessOrEqual", np.less_equal),
     _compare("Or", np.logical_or),
+    OnnxOperator("ReduceL1", s.reduce, None, _REDUCE, frozenset({1})),
+    OnnxOperator("ReduceL2", s.reduce, None, _REDUCE, frozenset({1})),
+    OnnxOperator("ReduceLogSum", s.reduce, None, _REDUCE, frozenset({1})),
+    OnnxOperator("ReduceLogSumExp", s.reduce, None, _REDUCE, frozenset({1})),
     _reduce("ReduceMax", np.max),
     _reduce("ReduceMean", np.mean),
     _reduce("ReduceMin", np.min),
+    _reduce("ReduceProd", np.prod),
     _reduce("ReduceSum", np.sum),
+    OnnxOperator("ReduceSumSquare", s.reduce, None, _REDUCE, frozenset({1})),
     OnnxOperator("Concat", s.concat, f.concat, {"axis": REQUIRED}, build="concat"),
     _move("Dropout", "identity", f.identity, {"seed": None}, (1, 2)),
     _move("Expand", "expand", f.expand, absorbed=(1,)),
@@ -168,11 +199,11 @@ _ROWS: Final = (
     _move("Identity", "identity", f.identity),
     _move("Reshape", "reshape", f.reshape, {"allowzero": 0}, (1,)),
     _move("Slice", "slice", f.slice_, absorbed=(1, 2, 3, 4)),
-    _move("Split", "split", f.split, {"axis": 0, "num_outputs": None}, (1,)),
-    _move("Squeeze", "reshape", f.squeeze, absorbed=(1,)),
+    _move("Split", "split", f.split, {"axis": 0, "num_outputs": None, "split": None}, (1,)),
+    _move("Squeeze", "reshape", f.squeeze, {"axes": None}, (1,)),
     _move("Transpose", "transpose", f.transpose, {"perm": None}),
-    _move("Unsqueeze", "reshape", f.unsqueeze, absorbed=(1,)),
-    OnnxOperator("ArgMax", s.argmax, None, {"axis": 0, "keepdims": 1, "select_last_index": 0}),
+    _move("Unsqueeze", "reshape", f.unsqueeze, {"axes": None}, (1,)),
+    OnnxOperator("ArgMax", s.argmax, g.evaluated, {"axis": 0, "keepdims": 1, "select_last_index": 0}),
     OnnxOperator("Cast", s.cast, f.cast, {"to": REQUIRED, "saturate": 1, "round_mode": "up"}),
     OnnxOperator("Clip", s.same, f.elementwise(_clip)),
     OnnxOperator("Constant", None, f.constant, _CONSTANT, of_shape=True, build="constant"),
@@ -180,20 +211,20 @@ _ROWS: Final = (
     OnnxOperator("Conv", s.conv, None, _CONV),
     OnnxOperator(
         "DequantizeLinear",
-        s.same,
+        s.dequantized,
         f.dequantize,
         {"axis": 1, "block_size": 0, "output_dtype": 0},
     ),
     OnnxOperator("Gather", s.gather, f.gather, {"axis": 0}, build="gather"),
-    OnnxOperator("GatherElements", s.gather_elements, None, {"axis": 0}),
+    OnnxOperator("GatherElements", s.gather_elements, g.evaluated, {"axis": 0}),
     OnnxOperator("GatherND", s.gather_nd, f.gather_nd, {"batch_dims": 0}),
-    OnnxOperator("Gemm", s.gemm, None, {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}),
+    OnnxOperator("Gemm", s.gemm, g.evaluated, {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}),
     OnnxOperator("LayerNormalization", s.layer_norm, None, _NORM),
     OnnxOperator("MatMul", s.matmul, f.matmul),
     OnnxOperator("OneHot", s.one_hot, f.one_hot, {"axis": -1}, frozenset({1})),
     OnnxOperator("RMSNormalization", s.same, None, _NORM),
     OnnxOperator("Range", None, f.arange, {"stash_type": 1}, build="constant"),
-    OnnxOperator("ScatterElements", s.same, None, {"axis": 0, "reduction": "none"}),
+    OnnxOperator("ScatterElements", s.same, g.evaluated, {"axis": 0, "reduction": "none"}),
     OnnxOperator(
         "Shape", None, f.shape, {"start": 0, "end": None}, of_shape=True, build="constant"
     ),

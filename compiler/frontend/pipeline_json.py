@@ -4,7 +4,9 @@ Every key is known, every role fits its component, every number is in range; any
 `MalformedModelError` that says where.
 """
 
+import re
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Final
@@ -15,6 +17,9 @@ from compiler.errors import MalformedModelError
 from compiler.passes.pipeline_spec import (
     FAMILY_GRAPH,
     FAMILY_VISION,
+    QUANTISE_NONE,
+    QUANTISE_W4,
+    ROLE_TENSOR,
     Component,
     ImageSpec,
     KvWindow,
@@ -34,6 +39,8 @@ MAX_VOCABULARY: Final = 1 << 20
 DEFAULT_STEP_TOKENS: Final = 64
 MAX_VISUAL_TOKENS: Final = 1 << 16
 LEAST_MASS: Final = 1e-6
+MAX_AXES: Final = 8
+MAX_ELEMENTS: Final = 1 << 26
 
 
 class _Roles:
@@ -114,6 +121,7 @@ def parse_pipeline(data: bytes) -> PipelineSpec:
         tokens=_tokens(top.table("tokens")) if is_vision else None,
         prune=_prune(top.table("prune")) if is_vision and "prune" in document else None,
         kv=_kv(top.table("kv")) if is_vision and "kv" in document else None,
+        quantise=top.choice("quantise", (QUANTISE_W4, QUANTISE_NONE)),
     )
     top.finish()
     return spec
@@ -154,6 +162,17 @@ class _Reader:
             )
         return value
 
+    def choice(self, key: str, choices: tuple[str, ...]) -> str:
+        """Return one of `choices`; the first if the key is absent."""
+        if key not in self.value:
+            return choices[0]
+        value = self.text(key)
+        if value not in choices:
+            raise MalformedModelError(
+                f"{self.where}: {key!r} is {value!r}", hint=f"choose one of {', '.join(choices)}"
+            )
+        return value
+
     def number(self, key: str) -> float:
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -165,6 +184,19 @@ class _Reader:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise MalformedModelError(f"{self.where}: {key!r} must be a list of strings")
         return tuple(value)
+
+    def sizes(self, key: str, most: int, product: int) -> tuple[int, ...]:
+        value = self.get(key)
+        good = isinstance(value, list) and len(value) <= most
+        sizes = [v for v in value if isinstance(v, int) and not isinstance(v, bool) and v >= 1] if (
+            isinstance(value, list)
+        ) else []
+        if not good or len(sizes) != len(value) or prod(sizes) > product:  # type: ignore[arg-type]
+            raise MalformedModelError(
+                f"{self.where}: {key!r} must be up to {most} positive sizes,"
+                f" together at most {product} elements"
+            )
+        return tuple(sizes)
 
     def finish(self) -> None:
         unknown = sorted(set(self.value) - self.seen)
@@ -188,11 +220,22 @@ def _component(name: str, reader: _Reader, roles: _Roles) -> Component:
     inputs = _ports(reader.table("inputs"), roles.inputs)
     outputs = _ports(reader.table("outputs"), roles.outputs)
     reader.finish()
-    given = {port.role for port in (*inputs, *outputs)}
+    given = {port.role.partition(":")[0] for port in (*inputs, *outputs)}
     missing = sorted(roles.required - given)
     if missing:
         raise MalformedModelError(f"{reader.where} has no input or output of role {missing[0]!r}")
     return Component(name, file, inputs, outputs)
+
+
+TENSOR_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,24}")
+"""In family `graph` a role `tensor:<name>` tells several tensors apart."""
+
+
+def _is_role(role: str, allowed: frozenset[str]) -> bool:
+    base, colon, name = role.partition(":")
+    if colon:
+        return base == ROLE_TENSOR in allowed and TENSOR_NAME.fullmatch(name) is not None
+    return role in allowed
 
 
 def _ports(reader: _Reader, allowed: frozenset[str]) -> tuple[Port, ...]:
@@ -200,13 +243,16 @@ def _ports(reader: _Reader, allowed: frozenset[str]) -> tuple[Port, ...]:
     for name in reader.value:
         entry = reader.table(name)
         role = entry.text("role")
-        if role not in allowed:
+        if not _is_role(role, allowed):
             raise MalformedModelError(
                 f"{entry.where} has role {role!r}", hint=f"roles here: {', '.join(sorted(allowed))}"
             )
         value = entry.number("value") if role == "constant" else None
+        shape = None
+        if role.partition(":")[0] == ROLE_TENSOR and "shape" in entry.value:
+            shape = entry.sizes("shape", MAX_AXES, MAX_ELEMENTS)
         entry.finish()
-        ports.append(Port(name, role, value))
+        ports.append(Port(name, role, value, shape))
     single = [port.role for port in ports if port.role not in _REPEATABLE]
     twice = sorted(role for role in set(single) if single.count(role) > 1)
     if twice:

@@ -4,6 +4,8 @@ A rule takes the node and its operands and returns one `Runtime` per result. Mov
 need no rule of their own: running them on stand-in arrays gives the shape (`fold_rules`).
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx
 
@@ -16,6 +18,11 @@ def same(_node: Node, values: Values) -> Shapes:
     """Return the first operand's shape."""
     x = operand(values, 0)
     return [Runtime(x.shape, x.dtype)]
+
+
+def dequantized(_node: Node, values: Values) -> Shapes:
+    """Return the first operand's shape, of the scale's type."""
+    return [Runtime(operand(values, 0).shape, widened(operand(values, 1).dtype))]
 
 
 def along_axis(node: Node, values: Values) -> Shapes:
@@ -88,7 +95,7 @@ def conv(node: Node, values: Values) -> Shapes:
     spatial = len(x.shape) - 2
     if spatial < 1 or len(weight.shape) != len(x.shape):
         raise ValueError(f"window {weight.shape} does not fit image {x.shape}")
-    strides, dilations, pads = conv_geometry(node, spatial)
+    strides, dilations, pads = conv_geometry(node, x.shape[2:], weight.shape[2:], None)
     sizes = []
     for i in range(spatial):
         window = (weight.shape[2 + i] - 1) * dilations[i] + 1
@@ -98,17 +105,39 @@ def conv(node: Node, values: Values) -> Shapes:
     return [Runtime((x.shape[0], weight.shape[0], *sizes), x.dtype)]
 
 
-def conv_geometry(node: Node, spatial: int) -> tuple[list[int], list[int], list[int]]:
-    """Return strides, dilations and pads (begins, then ends) of a convolution.
+def conv_geometry(
+    node: Node, size: Sequence[int], window: Sequence[int], out: Sequence[int] | None
+) -> tuple[list[int], list[int], list[int]]:
+    """Return strides, dilations and pads (begins, then ends) of a window over an image.
 
-    Raises:
-        ValueError: Padding is left to the run time (`auto_pad`).
+    Args:
+        size: Spatial sizes of the image.
+        window: Spatial sizes of the window.
+        out: Spatial sizes of the result of a transposed convolution, whose pads follow from it.
     """
-    if node.attrs["auto_pad"] not in ("NOTSET", "VALID"):
-        raise ValueError(f"auto_pad {node.attrs['auto_pad']!r}: write explicit pads")
-    ones = [1] * spatial
-    pads = list(node.attrs["pads"] or [0] * 2 * spatial)
-    return list(node.attrs["strides"] or ones), list(node.attrs["dilations"] or ones), pads
+    ones = [1] * len(size)
+    strides = list(node.attrs["strides"] or ones)
+    dilations = list(node.attrs.get("dilations") or ones)
+    auto = node.attrs["auto_pad"]
+    spans = [(k - 1) * d + 1 for k, d in zip(window, dilations, strict=True)]
+    if out is not None and (auto not in ("NOTSET", "VALID") or node.attrs["output_shape"]):
+        extra = node.attrs["output_padding"] or [0] * len(size)
+        totals = [
+            max(s * (n - 1) + e + span - o, 0)
+            for s, n, e, span, o in zip(strides, size, extra, spans, out, strict=True)
+        ]
+        upper = auto != "SAME_UPPER"
+    elif auto in ("NOTSET", "VALID"):
+        pads = node.attrs["pads"] if auto == "NOTSET" else None
+        return strides, dilations, list(pads or [0] * 2 * len(size))
+    else:
+        totals = [
+            max((-(-n // s) - 1) * s + span - n, 0)
+            for s, n, span in zip(strides, size, spans, strict=True)
+        ]
+        upper = auto == "SAME_LOWER"
+    begins = [total - total // 2 if upper else total // 2 for total in totals]
+    return strides, dilations, begins + [t - b for t, b in zip(totals, begins, strict=True)]
 
 
 def reduce_axes(node: Node, values: Values) -> tuple[int, ...]:

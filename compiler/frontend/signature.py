@@ -31,6 +31,7 @@ TEMPLATES: Final[Mapping[str, tuple[Template, ...]]] = MappingProxyType(
         "tensor": ((BATCH, TOKENS, ANY), (TOKENS, ANY)),
     }
 )
+PINNED_TYPES: Final = frozenset({"float32", "int64", "int32", "int8", "uint8", "bool"})
 _INTEGER_ROLES: Final = frozenset({"token_ids", "positions"})
 
 
@@ -54,6 +55,28 @@ def input_type(port: Port, info: onnx.ValueInfoProto, component: str) -> tuple[s
         ranks = " or ".join(str(len(t)) for t in TEMPLATES[port.role])
         raise MalformedModelError(f"{where} has {len(sizes)} axes, expected {ranks}")
     return dtype, _bind(fitting[0], sizes, where)
+
+
+def pinned_type(
+    port: Port, sizes: Sequence[int], info: onnx.ValueInfoProto, component: str
+) -> tuple[str, list[Dim]]:
+    """Return element type and shape of an input whose sizes `pipeline.json` gives.
+
+    Raises:
+        MalformedModelError: They contradict the file, or the element type has no kernel.
+    """
+    where = f"input {port.name!r} of {component} (role {port.role})"
+    tensor = info.type.tensor_type
+    dtype = _dtype(tensor.elem_type, where)
+    if dtype not in PINNED_TYPES:
+        raise MalformedModelError(f"{where} has element type {dtype}")
+    declared = [d.dim_value if d.dim_value > 0 else None for d in tensor.shape.dim]
+    if tensor.HasField("shape") and len(declared) != len(sizes):
+        raise MalformedModelError(f"{where} has {len(declared)} axes, pinned are {len(sizes)}")
+    for axis, (size, fixed) in enumerate(zip(sizes, declared, strict=False)):
+        if fixed not in (None, size):
+            raise MalformedModelError(f"{where}: axis {axis} is {fixed}, pinned at {size}")
+    return dtype, [static(size) for size in sizes]
 
 
 def constant_value(port: Port, info: onnx.ValueInfoProto, component: str) -> np.ndarray:

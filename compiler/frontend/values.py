@@ -41,13 +41,20 @@ Values = Sequence[Value | None]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """An ONNX node with complete attributes (defaults filled in)."""
+    """An ONNX node with complete attributes (defaults filled in).
+
+    Attributes:
+        given: The attributes that stand in the file.
+        opset: Version of the default operator set it was written for.
+    """
 
     op: str
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attrs: Mapping[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Any] = field(default_factory=dict)
+    opset: int = 0
 
 
 def operand(values: Values, at: int) -> Value:

@@ -286,9 +286,9 @@ def _last_routing(program: _Program, routing: SSAValue) -> SSAValue:
 def _forward(module: ModuleOp, ctx: PassContext) -> FuncOp:
     program = _Program(FORWARD, ctx.names)
     model = function(module, "model")
-    x = program.argument("tensor", type_of(_argument(model, "tensor")))
-    made = program.inline(model, {"tensor": x}, {})
-    return program.finish([("tensor", made["tensor"])])
+    given = {role: program.argument(role, type_of(value)) for role, value in arguments(model)}
+    made = program.inline(model, given, {})
+    return program.finish(list(made.items()))
 
 
 def _argument(func: FuncOp, role: str) -> SSAValue:

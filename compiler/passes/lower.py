@@ -43,7 +43,13 @@ from compiler.kernels.program import (
 from compiler.passes.adapters import adapter_sections
 from compiler.passes.base import PassContext
 from compiler.passes.functions import arguments, body, functions, results
-from compiler.passes.operand_check import DTYPES, STACKED, cache_heads, weight_kinds
+from compiler.passes.operand_check import (
+    DTYPES,
+    STACKED,
+    cache_heads,
+    weight_kind,
+    weight_kinds,
+)
 from compiler.passes.plan_kv import cache_capacity
 
 EXPERT_PARTS: Final = ("in", "out", "b_in", "b_out")
@@ -95,8 +101,8 @@ class _Lowering:
         first = STACKED.get(code, len(slots))
         layout = DENSE if op.layout is None else op.layout.kind.data
         single = tuple(
-            ABSENT if slot < 0 else self._shared(op.weights[slot], kind, layout)
-            for slot, kind in zip(slots[:first], weight_kinds(code), strict=False)
+            ABSENT if slot < 0 else self._shared(op.weights[slot], weight_kind(code, at, op.weights[slot]), layout)
+            for at, slot in enumerate(slots[:first])
         )
         stacks = [op.weights[slot] for slot in slots[first:]]
         return (*single, *(self._experts(stacks, layout) if stacks else ()))
@@ -122,7 +128,8 @@ class _Lowering:
     def _constant(self, value: SSAValue) -> tuple[str, Array]:
         assert isinstance(value.owner, ConstantOp)
         array = self.ctx.constants.of(value.owner)
-        return value.owner.sha256.data, array.astype(np.float32, copy=False)
+        is_int = array.dtype == np.int32
+        return value.owner.sha256.data, array if is_int else array.astype(np.float32, copy=False)
 
     def _weight(self, kind: str, digest: str, array: Array, section: str, layout: str) -> int:
         key = (kind, digest, section)

@@ -1,6 +1,7 @@
 """Tensors as matrices: every run-time value of a program is (rows, cols), row-major."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -8,6 +9,9 @@ from compiler.analysis.constants import Array
 from compiler.dialects.dims import Dim
 from compiler.dialects.encoding import EncodingAttr, coordinate_bits
 from compiler.dialects.types import Tensor, tensor_type
+
+HELD_AS: Final = {"int64": "int32", "bool": "int32", "int8": "int32", "float64": "float32"}
+"""Element types that kernels hold in another one; values that do not fit are refused at import."""
 
 
 def rows_of(shape: Sequence[Dim]) -> Dim | None:
@@ -38,7 +42,7 @@ def matrix_type(dtype: str, rows: Dim, cols: int, encoding: EncodingAttr | None 
             crd=coordinate_bits([rows, Dim(cols)]),
             dynamic=bool(encoding.dynamic.data),
         )
-    return tensor_type("int32" if dtype == "int64" else dtype, [rows, Dim(cols)], encoding)
+    return tensor_type(HELD_AS.get(dtype, dtype), [rows, Dim(cols)], encoding)
 
 
 def broadcast_matrix(shape: Sequence[Dim], against: Sequence[Dim]) -> tuple[bool, bool] | None:

@@ -17,6 +17,7 @@ from compiler.dialects.dims import Dim
 from compiler.dialects.hw import CallOp
 from compiler.dialects.types import dtype_of, shape_of
 from compiler.kernels.program import Op
+from compiler.kernels.registry import KERNELS
 from compiler.passes.base import PassContext
 
 STACKED: Final = {Op.EXPERTS: 0, Op.MOE_LAYER: 4}
@@ -35,6 +36,13 @@ def weight_kinds(op: Op) -> tuple[str, ...]:
             return "f32", "f32", "f32", "f32", *expert_kinds(biases=0)
         case _:
             return "f32", "f32", "f32", "f32"
+
+
+def weight_kind(op: Op, at: int, value: SSAValue) -> str:
+    """Return the kind of weight `at` of a call; reference kernels take what the constant is."""
+    if KERNELS[op].is_reference:
+        return "i32" if dtype_of(value) == "int32" else "f32"
+    return weight_kinds(op)[at]
 
 
 def check_operands(op: Op, call: CallOp, ctx: PassContext) -> None:
@@ -68,12 +76,12 @@ def _shape(value: SSAValue, ctx: PassContext) -> Shape:
 
 
 def _weights(op: Op, call: CallOp) -> tuple[WeightShape | None, ...]:
-    kinds = weight_kinds(op)
     found: list[WeightShape | None] = []
     for at, slot in enumerate(call.weight_slots.get_values()):
         is_stack = at >= STACKED.get(op, at + 1)
         weight = None if slot < 0 else call.weights[int(slot)]
-        found.append(None if weight is None else _weight(weight, kinds[at], is_stack=is_stack))
+        kind = "" if weight is None else weight_kind(op, at, weight)
+        found.append(None if weight is None else _weight(weight, kind, is_stack=is_stack))
     stacked = STACKED.get(op)
     if stacked is None:
         return tuple(found)

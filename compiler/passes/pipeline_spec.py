@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 FAMILY_VISION = "vision-embed-decoder"
 FAMILY_GRAPH = "graph"
+QUANTISE_W4 = "w4"
+QUANTISE_NONE = "none"
+ROLE_TENSOR = "tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +21,13 @@ class Port:
         name: The ONNX value's name; used once, to find the value.
         role: What it means; the only thing passes look at.
         value: The number fed to an input of role `constant`.
+        shape: Sizes that an input of family `graph` always has; None = as its role says.
     """
 
     name: str
     role: str
     value: float | None = None
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,7 @@ class PipelineSpec:
         max_step_tokens: The most token rows of one run (T).
         prune: Adaptive pruning; None keeps what the graph says.
         kv: A window over the cache, if the submission asks for one.
+        quantise: `w4` stores large matrices in four bits, `none` keeps every weight as it is.
     """
 
     family: str
@@ -111,6 +117,7 @@ class PipelineSpec:
     tokens: TokenSpec | None = None
     prune: PruneSpec | None = None
     kv: KvWindow | None = None
+    quantise: str = QUANTISE_W4
 
     def component(self, name: str) -> Component:
         """Return the component called `name`."""

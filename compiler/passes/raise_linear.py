@@ -25,6 +25,7 @@ from compiler.dialects.types import shape_of
 from compiler.passes.base import PassContext, PassResult
 from compiler.passes.functions import functions, operations
 from compiler.passes.match import Bind, attr, find, node
+from compiler.passes.pipeline_spec import QUANTISE_W4
 from compiler.passes.rewriting import erase_dead, insert_before, swap
 
 _SILU = node("Mul", Bind("x"), node("Sigmoid", Bind("x")))
@@ -66,7 +67,8 @@ class RaiseLinear:
             return 0
         weight, bias = parts
         rows, cols = weight.shape
-        fits = rows >= self.min_rows and self.min_cols <= cols <= self.max_cols
+        four_bits = ctx.spec.quantise == QUANTISE_W4
+        fits = four_bits and rows >= self.min_rows and self.min_cols <= cols <= self.max_cols
         new: list[ConstantOp] = [ctx.constants.add(weight)]
         if bias is not None:
             new.append(ctx.constants.add(bias))

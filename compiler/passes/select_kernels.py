@@ -6,6 +6,7 @@ Before:
 After:
     %1 = "hw.call"(%0, %g) <{op = "NORM", params = {eps = ..., kind = 0}}> : (tensor<?x128xf32>)
 
+What no fast kernel takes becomes reference calls if its sizes are fixed (`reference_select`).
 Views vanish: two tensors with the same flat order and the same last axis are one matrix. What no
 row of `kernel_rows.ROWS` takes is refused here, by operator and node name.
 """
@@ -17,10 +18,12 @@ from xdsl.dialects.builtin import ModuleOp
 from xdsl.dialects.func import FuncOp, ReturnOp
 from xdsl.ir import BlockArgument, Operation, Region
 
+from compiler.dialects.dims import Dim
 from compiler.dialects.hw import CallOp
 from compiler.dialects.mm import KvAppendOp
 from compiler.dialects.sp import ConstantOp, OnnxOp
 from compiler.dialects.types import Tensor, dtype_of, shape_of
+from compiler.errors import UnsupportedOperatorError
 from compiler.passes.base import PassContext, PassResult
 from compiler.passes.functions import (
     arguments,
@@ -32,7 +35,9 @@ from compiler.passes.functions import (
     roles,
 )
 from compiler.passes.kernel_rows import ROWS, append_only
-from compiler.passes.matrices import matrix_type
+from compiler.passes.matrices import matrix_type, rows_of
+from compiler.passes.pipeline_spec import FAMILY_GRAPH
+from compiler.passes.reference_select import has_reference, materialised, select_reference
 from compiler.passes.selection import Selection, refuse
 
 COLUMN_ROLES: Final = frozenset({"token_ids", "positions"})
@@ -53,7 +58,7 @@ class SelectKernels:
         programs = functions(module)
         for func in programs:
             for op in body(func).ops:
-                if isinstance(op, OnnxOp):
+                if isinstance(op, OnnxOp) and not has_reference(op):
                     refuse(op, ctx, "no pass could map it to a kernel in this place")
         selected = [_select(func, ctx) for func in programs]
         for func in programs:
@@ -64,7 +69,8 @@ class SelectKernels:
 
 
 def _select(func: FuncOp, ctx: PassContext) -> FuncOp:
-    selection = Selection(ctx)
+    plain = ctx.spec.family == FAMILY_GRAPH
+    selection = Selection(ctx, materialise=materialised if plain else None)
     selection.current = func
     for at, (role, argument) in enumerate(arguments(func)):
         kind = _argument_type(role, argument, selection)
@@ -93,12 +99,24 @@ def _select(func: FuncOp, ctx: PassContext) -> FuncOp:
 def _argument_type(role: str, argument: BlockArgument, selection: Selection) -> Tensor:
     if role in COLUMN_ROLES:
         return matrix_type(dtype_of(argument), shape_of(argument)[-1], 1)
-    return selection.result_type(argument)
+    kind = selection.result_type(argument)
+    if selection.materialise is not None and dtype_of(argument) == "uint8":
+        return matrix_type("int64", rows_of(shape_of(argument)) or Dim(1), kind.get_shape()[-1])
+    return kind
 
 
 def _map(op: Operation, selection: Selection) -> None:
     row = ROWS.get(type(op))
-    if row is None:
+    has_last_resort = selection.materialise is not None and has_reference(op)
+    if row is None and not has_last_resort:
         selection.refuse("no kernel moves elements like this")
-    made = row(op, selection)
-    selection.matrices.update(zip(op.results, made, strict=False))
+    try:
+        made = row(op, selection) if row is not None else None
+    except UnsupportedOperatorError:
+        if not has_last_resort:
+            raise
+        made = None
+    if made is None:
+        select_reference(op, selection)
+    else:
+        selection.matrices.update(zip(op.results, made, strict=False))

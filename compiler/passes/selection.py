@@ -1,5 +1,6 @@
 """The state of choosing kernels for one function, and how an operation is refused."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
@@ -25,6 +26,7 @@ SUPPORTED: Final = (
     "mixtures of experts (MoERouter and MoEExpert, MoE and QMoE, and the shapes of"
     " compiler.frontend.moe_shapes)",
     "pruning by attention of one row (DynamicPrune)",
+    "with fixed sizes any operator of the importer, by reference kernels",
     "table look-up, elementwise Add, Mul, Sub, Div, Relu, Sigmoid, Neg, Sqrt, Reciprocal, Exp,"
     " Tanh, Softmax over the last axis, slices and joins of rows or columns",
 )
@@ -41,6 +43,8 @@ class Selection:
         current: The operation that is being mapped.
         constants: Constants of the new body by content.
         cached: Cache layers that a call already appends to.
+        views: Tensors that reference calls made or moved, where their elements are.
+        materialise: Makes a matrix of a view or constant; None if a tensor is neither.
     """
 
     ctx: PassContext
@@ -49,12 +53,18 @@ class Selection:
     current: Operation | None = None
     constants: dict[str, SSAValue] = field(default_factory=dict)
     cached: set[int] = field(default_factory=set)
+    views: dict[SSAValue, object] = field(default_factory=dict)
+    materialise: "Callable[[SSAValue, Selection], SSAValue | None] | None" = None
 
     def matrix(self, value: SSAValue | None) -> SSAValue | None:
         """Return the matrix of a tensor; None for an absent operand."""
         if value is None:
             return None
         if value not in self.matrices:
+            made = None if self.materialise is None else self.materialise(value, self)
+            if made is not None:
+                self.matrices[value] = made
+                return made
             self.refuse("an operand is constant where a run-time matrix is expected")
         return self.matrices[value]
 

@@ -19,7 +19,8 @@ from compiler.kernels.program import (
 )
 from compiler.quant.w4 import PackedW4
 from compiler.simulator.numerics import Bits, Exact, Numerics
-from compiler.simulator.operations import OPERATIONS, Cache, Step
+from compiler.simulator.operations import OPERATIONS
+from compiler.simulator.step import Cache, Step
 
 Array = NDArray[Any]
 Mode = Literal["bits", "f64"]
@@ -177,6 +178,7 @@ class Simulator:
             call.weights,
             params,
             self._cache,
+            tuple(self._buffer(at).rows * self._buffer(at).cols for at in call.outputs),
             self._ran,
         )
         for at, result in zip(call.outputs, OPERATIONS[call.op](step), strict=True):

@@ -25,6 +25,7 @@ from compiler.simulator.pruning import (
     merged_tokens,
     weighted_scores,
 )
+from compiler.simulator.reference import REFERENCE
 from compiler.simulator.step import Cache, Results, Step, best, softmax_terms, taken
 
 __all__ = ["OPERATIONS", "Array", "Cache", "Results", "Step"]
@@ -234,5 +235,6 @@ OPERATIONS: Final[Mapping[Op, Callable[[Step], Results]]] = MappingProxyType(
         Op.COLS_CONCAT: _cols_concat,
         Op.COLS_SLICE: _cols_slice,
         Op.MOE_LAYER: _moe_layer,
+        **REFERENCE,
     }
 )

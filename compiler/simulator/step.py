@@ -65,6 +65,7 @@ class Step:
         weights: Constant arrays as (rows, cols) in the arithmetic's dtype; None where absent.
         weight_ids: Their numbers, for `Numerics.linear`.
         cache: The key/value cache, if the module has one.
+        sizes: Elements of each result.
         ran: Receives the numbers of the w_in weights of experts that ran.
     """
 
@@ -74,6 +75,7 @@ class Step:
     weight_ids: tuple[int, ...]
     params: Mapping[str, int | float]
     cache: Cache | None = None
+    sizes: tuple[int, ...] = ()
     ran: set[int] = field(default_factory=set)
 
     def source(self, at: int) -> Array:

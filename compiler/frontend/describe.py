@@ -1,0 +1,186 @@
+"""A bare ONNX file as a submission: `pipeline.json` of family `graph` written from the file itself.
+
+    model.onnx, {"batch": 1, "x:2": 48}, {"sr": 16000}  ->  out/pipeline.json, out/model.onnx
+
+Every size is fixed here. A free axis is pinned by its name, or by `input:axis`; a scalar that
+chooses a path (a sample rate) by its value. What is missing is listed, all of it at once.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+
+from compiler.errors import MalformedModelError
+from compiler.frontend.onnx_file import external_files, read_model
+from compiler.frontend.pipeline_json import FILE_NAME, SCHEMA, read_pipeline
+from compiler.passes.pipeline_spec import (
+    FAMILY_GRAPH,
+    QUANTISE_NONE,
+    ROLE_TENSOR,
+    PipelineSpec,
+)
+
+MODEL_FILE: Final = "model.onnx"
+MAX_ROLE_NAME: Final = 24
+
+
+@dataclass(frozen=True, slots=True)
+class FreeAxis:
+    """An axis that the file leaves open: its input, number, and name if it has one."""
+
+    input: str
+    axis: int
+    name: str
+
+    @property
+    def how(self) -> str:
+        """How to give its size."""
+        place = f"{self.input}:{self.axis}"
+        return f"{self.name} (or {place})" if self.name else place
+
+
+def write_submission(
+    source: Path,
+    out: Path,
+    dims: Mapping[str, int],
+    constants: Mapping[str, float],
+    *,
+    quantise: str = QUANTISE_NONE,
+) -> PipelineSpec:
+    """Write a submission directory for one ONNX file.
+
+    Args:
+        source: The ONNX file; external data beside it is copied too.
+        out: Directory to write into; made if missing.
+        dims: Sizes of free axes by name, or by `input:axis`.
+        constants: Values of inputs that are fixed once and for all, by input name.
+        quantise: `none` keeps weights as they are, `w4` stores large matrices in four bits.
+
+    Returns:
+        The description, as read back from what was written.
+
+    Raises:
+        MalformedModelError: The file is broken; a size or constant names nothing in the file; or
+            axes are left open: the message lists them and the hint says how to give them.
+    """
+    model = read_model(source)
+    initializers = {item.name for item in model.graph.initializer}
+    inputs = [info for info in model.graph.input if info.name not in initializers]
+    shapes = _pinned(inputs, dims, constants)
+    _check_names(inputs, dims, constants)
+    outputs = list(model.graph.output)
+    document = {
+        "schema": SCHEMA,
+        "family": FAMILY_GRAPH,
+        "quantise": quantise,
+        "components": {
+            "model": {
+                "file": MODEL_FILE,
+                "inputs": {
+                    info.name: _input_entry(info, role, shapes, constants)
+                    for info, role in zip(inputs, _roles(inputs, constants), strict=True)
+                },
+                "outputs": {
+                    info.name: {"role": role}
+                    for info, role in zip(outputs, _roles(outputs, {}), strict=True)
+                },
+            }
+        },
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    for name in external_files(source):
+        shutil.copyfile(source.parent / name, out / name)
+    shutil.copyfile(source, out / MODEL_FILE)
+    (out / FILE_NAME).write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    return read_pipeline(out)
+
+
+def _input_entry(
+    info: onnx.ValueInfoProto,
+    role: str,
+    shapes: Mapping[str, Sequence[int]],
+    constants: Mapping[str, float],
+) -> dict[str, Any]:
+    if info.name in constants:
+        return {"role": "constant", "value": constants[info.name]}
+    return {"role": role, "shape": list(shapes[info.name])}
+
+
+def _pinned(
+    inputs: Sequence[onnx.ValueInfoProto], dims: Mapping[str, int], constants: Mapping[str, float]
+) -> dict[str, list[int]]:
+    shapes: dict[str, list[int]] = {}
+    missing: list[FreeAxis] = []
+    for info in inputs:
+        if info.name in constants:
+            continue
+        tensor = info.type.tensor_type
+        if not info.type.HasField("tensor_type") or not tensor.HasField("shape"):
+            raise MalformedModelError(f"input {info.name!r} is not a tensor with a shape")
+        sizes = []
+        for axis, dim in enumerate(tensor.shape.dim):
+            place = f"{info.name}:{axis}"
+            given = dims.get(place, dims.get(dim.dim_param) if dim.dim_param else None)
+            if dim.dim_value > 0:
+                given = dim.dim_value if place not in dims else dims[place]
+            if given is None:
+                missing.append(FreeAxis(info.name, axis, _usable(dim.dim_param)))
+            sizes.append(int(given or 0))
+        shapes[info.name] = sizes
+    if missing:
+        raise MalformedModelError(
+            "these sizes are free: " + ", ".join(axis.how for axis in missing),
+            hint="give each one a size, by name or as input:axis, for example "
+            + " ".join(f"{axis.name or axis.how}=1" for axis in missing[:3]),
+        )
+    return shapes
+
+
+def _usable(name: str) -> str:
+    """Return an axis name that says something; exporters write `?` for none."""
+    return name if re.search(r"[A-Za-z0-9_]", name) else ""
+
+
+def _check_names(
+    inputs: Sequence[onnx.ValueInfoProto], dims: Mapping[str, int], constants: Mapping[str, float]
+) -> None:
+    known: set[str] = set()
+    for info in inputs:
+        for axis, dim in enumerate(info.type.tensor_type.shape.dim):
+            known |= {f"{info.name}:{axis}", dim.dim_param}
+    unknown = [name for name in dims if name not in known]
+    unknown += [name for name in constants if name not in {info.name for info in inputs}]
+    if unknown:
+        free = sorted(known - {""})
+        raise MalformedModelError(
+            f"the file has no axis or input called {unknown[0]!r}",
+            hint=f"axes: {', '.join(free)}; inputs: {', '.join(i.name for i in inputs)}",
+        )
+    wrong = [name for name, size in dims.items() if size < 1]
+    if wrong:
+        raise MalformedModelError(f"size {dims[wrong[0]]} of {wrong[0]!r} is not positive")
+
+
+def _roles(infos: Sequence[onnx.ValueInfoProto], constants: Mapping[str, float]) -> list[str]:
+    """Return `tensor` for the only tensor, else `tensor:<name>` with names made printable."""
+    names = [info.name for info in infos if info.name not in constants]
+    if len(names) == 1:
+        return [ROLE_TENSOR for _ in infos]
+    taken: set[str] = set()
+    roles = []
+    for info in infos:
+        plain = re.sub(r"[^A-Za-z0-9_.-]", "_", info.name)[:MAX_ROLE_NAME] or "x"
+        found, count = plain, 1
+        while found in taken:
+            count += 1
+            suffix = f".{count}"
+            found = plain[: MAX_ROLE_NAME - len(suffix)] + suffix
+        taken.add(found)
+        roles.append(f"{ROLE_TENSOR}:{found}")
+    return roles
