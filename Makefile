@@ -49,3 +49,4 @@ bench-prune: env ## Adaptive pruning of EdgeCard: accuracy, rows kept, time
 lock: ## Resolve the lock files again from requirements*.in
 	$(PY) -m uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header requirements.in -o requirements.lock
 	$(PY) -m uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header requirements-dev.in -o requirements-dev.lock
+	$(PY) -m uv pip compile --universal --python-version 3.11 --no-deps --generate-hashes --no-emit-index-url --no-header requirements-models.in -o requirements-models.lock

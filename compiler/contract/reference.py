@@ -157,9 +157,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = MappingProxyType(
         "REF_MOVE": _layout("x x_at y_at sizes:8 x_steps:8 y_steps:8"),
         "REF_MAP": _layout("sizes:8 a a_at a_steps:8 b b_at b_steps:8 c c_at c_steps:8"),
         "REF_REDUCE": _layout("x x_at sizes:8 x_steps:8 inner:8 inner_steps:8"),
-        "REF_CONTRACT": _layout(
-            "a b sizes:6 m k n a_at a_steps:6 a_m a_k b_at b_steps:6 b_k b_n"
-        ),
+        "REF_CONTRACT": _layout("a b sizes:6 m k n a_at a_steps:6 a_m a_k b_at b_steps:6 b_k b_n"),
         "REF_CONV": _layout(
             "x w has_bias bias batch channels height width filters groups kh kw step_h step_w"
             " gap_h gap_w top left out_h out_w"

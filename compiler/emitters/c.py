@@ -20,8 +20,8 @@ from compiler.contract.operations import (
     RouteOrder,
     UnaryKind,
 )
-from compiler.contract.reference import MapKind, PoolKind, ReduceKind, ScatterKind
 from compiler.contract.plan_format import ABI_VERSION, RECORDS, Kind, Status
+from compiler.contract.reference import MapKind, PoolKind, ReduceKind, ScatterKind
 from compiler.hardware.targets import Target
 from compiler.kernels import constants, naming, reference, registry
 from compiler.kernels.select import TileSpec, select_tile

@@ -27,7 +27,8 @@ def subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
 
 def subgraph(node: onnx.NodeProto, name: str) -> onnx.GraphProto:
     """Return the graph attribute `name`, which the checker has required."""
-    return next(a.g for a in node.attribute if a.name == name)
+    graph: onnx.GraphProto = next(a.g for a in node.attribute if a.name == name)
+    return graph
 
 
 def reads(node: onnx.NodeProto) -> set[str]:

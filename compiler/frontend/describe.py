@@ -128,7 +128,7 @@ def _pinned(
             place = f"{info.name}:{axis}"
             given = dims.get(place, dims.get(dim.dim_param) if dim.dim_param else None)
             if dim.dim_value > 0:
-                given = dim.dim_value if place not in dims else dims[place]
+                given = dims.get(place, dim.dim_value)
             if given is None:
                 missing.append(FreeAxis(info.name, axis, _usable(dim.dim_param)))
             sizes.append(int(given or 0))

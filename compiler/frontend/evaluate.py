@@ -211,8 +211,10 @@ class _Walk:
     def _decided(self, proto: onnx.NodeProto, name: str) -> Array:
         family = self.values.get(name)
         known = [value.array for value in family or () if isinstance(value, Known)]
-        if not known or len(known) != len(self.bindings) or any(
-            not _equal(known[0], other) for other in known
+        if (
+            not known
+            or len(known) != len(self.bindings)
+            or any(not _equal(known[0], other) for other in known)
         ):
             raise UnsupportedOperatorError(
                 f"operator {proto.op_type} (node {proto.name or proto.output[0]}):"

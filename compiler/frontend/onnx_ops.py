@@ -203,7 +203,9 @@ _ROWS: Final = (
     _move("Squeeze", "reshape", f.squeeze, {"axes": None}, (1,)),
     _move("Transpose", "transpose", f.transpose, {"perm": None}),
     _move("Unsqueeze", "reshape", f.unsqueeze, {"axes": None}, (1,)),
-    OnnxOperator("ArgMax", s.argmax, g.evaluated, {"axis": 0, "keepdims": 1, "select_last_index": 0}),
+    OnnxOperator(
+        "ArgMax", s.argmax, g.evaluated, {"axis": 0, "keepdims": 1, "select_last_index": 0}
+    ),
     OnnxOperator("Cast", s.cast, f.cast, {"to": REQUIRED, "saturate": 1, "round_mode": "up"}),
     OnnxOperator("Clip", s.same, f.elementwise(_clip)),
     OnnxOperator("Constant", None, f.constant, _CONSTANT, of_shape=True, build="constant"),
@@ -218,7 +220,9 @@ _ROWS: Final = (
     OnnxOperator("Gather", s.gather, f.gather, {"axis": 0}, build="gather"),
     OnnxOperator("GatherElements", s.gather_elements, g.evaluated, {"axis": 0}),
     OnnxOperator("GatherND", s.gather_nd, f.gather_nd, {"batch_dims": 0}),
-    OnnxOperator("Gemm", s.gemm, g.evaluated, {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}),
+    OnnxOperator(
+        "Gemm", s.gemm, g.evaluated, {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
+    ),
     OnnxOperator("LayerNormalization", s.layer_norm, None, _NORM),
     OnnxOperator("MatMul", s.matmul, f.matmul),
     OnnxOperator("OneHot", s.one_hot, f.one_hot, {"axis": -1}, frozenset({1})),

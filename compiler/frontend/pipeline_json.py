@@ -188,9 +188,11 @@ class _Reader:
     def sizes(self, key: str, most: int, product: int) -> tuple[int, ...]:
         value = self.get(key)
         good = isinstance(value, list) and len(value) <= most
-        sizes = [v for v in value if isinstance(v, int) and not isinstance(v, bool) and v >= 1] if (
-            isinstance(value, list)
-        ) else []
+        sizes = (
+            [v for v in value if isinstance(v, int) and not isinstance(v, bool) and v >= 1]
+            if (isinstance(value, list))
+            else []
+        )
         if not good or len(sizes) != len(value) or prod(sizes) > product:  # type: ignore[arg-type]
             raise MalformedModelError(
                 f"{self.where}: {key!r} must be up to {most} positive sizes,"

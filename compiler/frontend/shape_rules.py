@@ -111,6 +111,7 @@ def conv_geometry(
     """Return strides, dilations and pads (begins, then ends) of a window over an image.
 
     Args:
+        node: With its attributes.
         size: Spatial sizes of the image.
         window: Spatial sizes of the window.
         out: Spatial sizes of the result of a transposed convolution, whose pads follow from it.

@@ -93,16 +93,13 @@ class View:
 
 def steps_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Return row-major strides in elements."""
-    steps: list[int] = []
-    for at in range(len(shape)):
-        steps.append(prod(shape[at + 1 :]))
-    return tuple(steps)
+    return tuple(prod(shape[at + 1 :]) for at in range(len(shape)))
 
 
 def merged(
     sizes: Sequence[int], steps: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[list[int]]]:
-    """Return sizes and strides without axes of size one, neighbours merged where all strides allow."""
+    """Return sizes and strides without axes of size one, neighbours merged where strides allow."""
     kept = [axis for axis, size in enumerate(sizes) if size != 1]
     new_sizes: list[int] = []
     new_steps: list[list[int]] = [[] for _ in steps]
@@ -159,7 +156,8 @@ class ReferenceCalls:
         shape = self.shape(value)
         constant = self.sel.array(value)
         if constant is not None:
-            return self.constant(constant)
+            self.sel.views[value] = view = self.constant(constant)
+            return view
         matrix = self.sel.matrices[value]
         return View(shape, self.kind(value), matrix, None, 0, steps_of(shape))
 
@@ -176,8 +174,9 @@ class ReferenceCalls:
     def constant(self, array: Array) -> View:
         """Return a constant as a view; infinities become the largest numbers."""
         if array.dtype.kind == "f":
-            stored = np.clip(array.astype(np.float64), -LARGEST, LARGEST).astype(np.float32)
-            kind = "f"
+            stored, kind = array.astype(np.float32, copy=False), "f"
+            if not np.isfinite(stored).all():
+                stored = np.clip(array, -LARGEST, LARGEST).astype(np.float32)
         else:
             if array.size and not (INT32.min <= array.min() and array.max() <= INT32.max):
                 self.sel.refuse("an integer constant does not fit into 32 bits")
@@ -271,9 +270,7 @@ class ReferenceCalls:
             params = {"fill": 1, "value": _bits(fill, kind)}
         return self.call(Op.REF_MOVE, rows, sources, [(tuple(shape), kind)], params)[0]
 
-    def map(
-        self, kind: MapKind, *operands: View, alpha: float = 0.0, beta: float = 0.0
-    ) -> View:
+    def map(self, kind: MapKind, *operands: View, alpha: float = 0.0, beta: float = 0.0) -> View:
         """Return an elementwise function of broadcast operands, cast to what the kind takes."""
         shape = tuple(int(n) for n in np.broadcast_shapes(*(view.shape for view in operands)))
         row, sources = MAPS[kind], _Sources()
@@ -288,9 +285,7 @@ class ReferenceCalls:
         params = {"kind": int(kind), "alpha": float(alpha), "beta": float(beta)}
         return self.call(Op.REF_MAP, [fields], sources, [(shape, row.gives)], params)[0]
 
-    def reduce(
-        self, kind: ReduceKind, x: View, axes: Sequence[int], *, keep: bool = True
-    ) -> View:
+    def reduce(self, kind: ReduceKind, x: View, axes: Sequence[int], *, keep: bool = True) -> View:
         """Return a reduction over some axes."""
         kept = [axis for axis in range(len(x.shape)) if axis not in axes]
         sizes, (steps,) = merged([x.shape[a] for a in kept], [[x.steps[a] for a in kept]])
@@ -320,10 +315,20 @@ class ReferenceCalls:
             self.sel.refuse("it has too many axes")
         sources = _Sources()
         fields: Fields = {
-            **{"a": sources.number(a), "b": sources.number(b), "sizes": sizes},
-            **{"m": m, "k": k, "n": n, "a_at": a.at, "b_at": b.at},
-            **{"a_steps": a_steps, "a_m": left.steps[-2], "a_k": left.steps[-1]},
-            **{"b_steps": b_steps, "b_k": right.steps[-2], "b_n": right.steps[-1]},
+            "a": sources.number(a),
+            "b": sources.number(b),
+            "sizes": sizes,
+            "m": m,
+            "k": k,
+            "n": n,
+            "a_at": a.at,
+            "b_at": b.at,
+            "a_steps": a_steps,
+            "a_m": left.steps[-2],
+            "a_k": left.steps[-1],
+            "b_steps": b_steps,
+            "b_k": right.steps[-2],
+            "b_n": right.steps[-1],
         }
         return self.call(Op.REF_CONTRACT, [fields], sources, [((*batch, m, n), a.kind)])[0]
 

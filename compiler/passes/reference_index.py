@@ -38,8 +38,13 @@ def _gather_call(
 ) -> View:
     sizes, (xs, indices, _) = merged(shape, [x_steps, i_steps, steps_of(shape)])
     fields = {
-        **{"limit": x.shape[axis], "step": x.steps[axis], "x_at": x.at, "i_at": index.at},
-        **{"sizes": sizes, "x_steps": xs, "i_steps": indices},
+        "limit": x.shape[axis],
+        "step": x.steps[axis],
+        "x_at": x.at,
+        "i_at": index.at,
+        "sizes": sizes,
+        "x_steps": xs,
+        "i_steps": indices,
     }
     return r.indexed(Op.REF_GATHER, fields, {"x": x, "index": index}, (tuple(shape), x.kind))
 
@@ -93,9 +98,15 @@ def _scatter_elements(op: OnnxOp, r: ReferenceCalls) -> list[View]:
         index.shape, [y_steps, index.steps, u.steps, steps_of(index.shape)]
     )
     fields = {
-        **{"limit": x.shape[axis], "step": whole[axis]},
-        **{"y_at": 0, "i_at": index.at, "u_at": u.at},
-        **{"sizes": sizes, "y_steps": ys, "i_steps": indices, "u_steps": us},
+        "limit": x.shape[axis],
+        "step": whole[axis],
+        "y_at": 0,
+        "i_at": index.at,
+        "u_at": u.at,
+        "sizes": sizes,
+        "y_steps": ys,
+        "i_steps": indices,
+        "u_steps": us,
     }
     named = {"x": r.ordered(x), "index": index, "u": u}
     return [r.indexed(Op.REF_SCATTER, fields, named, (x.shape, x.kind), _scatter_kind(op))]
@@ -109,9 +120,15 @@ def _scatter_nd(op: OnnxOp, r: ReferenceCalls) -> list[View]:
     flat = r.reshaped(flat, (flat.size, 1))
     updates = r.reshaped(u, (flat.size, prod(rest)))
     fields = {
-        **{"limit": prod(picked), "step": prod(rest), "y_at": 0, "i_at": flat.at},
-        **{"u_at": updates.at, "sizes": [flat.size, prod(rest)], "y_steps": [0, 1]},
-        **{"i_steps": [flat.steps[0], 0], "u_steps": list(updates.steps)},
+        "limit": prod(picked),
+        "step": prod(rest),
+        "y_at": 0,
+        "i_at": flat.at,
+        "u_at": updates.at,
+        "sizes": [flat.size, prod(rest)],
+        "y_steps": [0, 1],
+        "i_steps": [flat.steps[0], 0],
+        "u_steps": list(updates.steps),
     }
     named = {"x": r.ordered(x), "index": flat, "u": updates}
     return [r.indexed(Op.REF_SCATTER, fields, named, (x.shape, x.kind), _scatter_kind(op))]
@@ -164,7 +181,9 @@ def _pad(op: OnnxOp, r: ReferenceCalls) -> list[View]:
     which = range(rank) if axes is None else [int(a) % rank for a in axes.reshape(-1)]
     before, after = [0] * rank, [0] * rank
     half = amounts.size // 2
-    for axis, low, high in zip(which, amounts[:half].tolist(), amounts[half:].tolist(), strict=True):
+    for axis, low, high in zip(
+        which, amounts[:half].tolist(), amounts[half:].tolist(), strict=True
+    ):
         before[axis], after[axis] = int(low), int(high)
     if mode == "constant":
         return [_framed(op, r, x, shape, before, after)]
@@ -195,12 +214,12 @@ def _framed(
 def _outside(mode: str, place: np.ndarray, size: int) -> np.ndarray:
     """Return which element of an axis stands at each place of the padded axis."""
     if mode == "edge":
-        return np.clip(place, 0, size - 1)
+        return np.asarray(np.clip(place, 0, size - 1))
     if mode == "wrap":
-        return np.mod(place, size)
+        return np.asarray(np.mod(place, size))
     period = max(2 * (size - 1), 1)
     folded = np.mod(place, period)
-    return np.where(folded < size, folded, period - folded)
+    return np.asarray(np.where(folded < size, folded, period - folded))
 
 
 def _tile(op: OnnxOp, r: ReferenceCalls) -> list[View]:

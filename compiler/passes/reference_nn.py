@@ -46,8 +46,14 @@ def window_geometry(op: OnnxOp, r: ReferenceCalls, window: Sequence[int]) -> dic
     gap_h, gap_w = _planar(r, integers(op, "dilations") or ones)
     top, left = (0, *pads[:spatial])[-2:]
     return {
-        **{"kh": kh, "kw": kw, "step_h": step_h, "step_w": step_w},
-        **{"gap_h": gap_h, "gap_w": gap_w, "top": top, "left": left},
+        "kh": kh,
+        "kw": kw,
+        "step_h": step_h,
+        "step_w": step_w,
+        "gap_h": gap_h,
+        "gap_w": gap_w,
+        "top": top,
+        "left": left,
     }
 
 
@@ -67,9 +73,16 @@ def convolve(
     out_h, out_w = _planar(r, shape[2:])
     fields = {
         **geometry,
-        **{"batch": x.shape[0], "channels": x.shape[1], "height": height, "width": width},
-        **{"filters": shape[1], "groups": groups, "out_h": out_h, "out_w": out_w},
-        **{"has_bias": int(bias is not None), "bias": 0},
+        "batch": x.shape[0],
+        "channels": x.shape[1],
+        "height": height,
+        "width": width,
+        "filters": shape[1],
+        "groups": groups,
+        "out_h": out_h,
+        "out_w": out_w,
+        "has_bias": int(bias is not None),
+        "bias": 0,
     }
     named = {"x": x, "w": w} | ({"bias": bias} if bias is not None else {})
     op = Op.REF_CONV_TRANSPOSE if transposed else Op.REF_CONV
@@ -98,8 +111,13 @@ def _pool(op: OnnxOp, r: ReferenceCalls) -> list[View]:
     out_h, out_w = _planar(r, shape[2:])
     fields = {
         **window_geometry(op, r, window),
-        **{"planes": x.shape[0] * x.shape[1], "height": height, "width": width},
-        **{"bottom": bottom, "right": right, "out_h": out_h, "out_w": out_w},
+        "planes": x.shape[0] * x.shape[1],
+        "height": height,
+        "width": width,
+        "bottom": bottom,
+        "right": right,
+        "out_h": out_h,
+        "out_w": out_w,
     }
     kind = PoolKind.MAX
     if op.op.data == "AveragePool":
@@ -272,7 +290,7 @@ def nearest(mode: str, at: np.ndarray, size: int) -> np.ndarray:
             found = np.floor(at + np.float32(0.5))
         case _:
             found = np.ceil(at - np.float32(0.5))
-    return np.clip(found, 0, size - 1).astype(np.int32)
+    return np.asarray(np.clip(found, 0, size - 1), np.int32)
 
 
 def taps(at: np.ndarray, size: int, cubic: float | None) -> tuple[np.ndarray, np.ndarray]:
@@ -287,9 +305,7 @@ def taps(at: np.ndarray, size: int, cubic: float | None) -> tuple[np.ndarray, np
     d = (at - low).astype(np.float64)
     near = [1 + d, d, 1 - d, 2 - d]
     weights = [
-        ((a * v - 5 * a) * v + 8 * a) * v - 4 * a
-        if far
-        else ((a + 2) * v - (a + 3)) * v * v + 1
+        ((a * v - 5 * a) * v + 8 * a) * v - 4 * a if far else ((a + 2) * v - (a + 3)) * v * v + 1
         for v, far in zip(near, (True, False, False, True), strict=True)
     ]
     index = np.clip(low[:, None] + np.arange(-1, 3), 0, size - 1)
@@ -301,8 +317,11 @@ def _resampled(
 ) -> View:
     shape = (*x.shape[:axis], len(index), *x.shape[axis + 1 :])
     fields = {
-        **{"outer": prod(x.shape[:axis]), "n": x.shape[axis], "inner": prod(x.shape[axis + 1 :])},
-        **{"m": len(index), "taps": index.shape[1]},
+        "outer": prod(x.shape[:axis]),
+        "n": x.shape[axis],
+        "inner": prod(x.shape[axis + 1 :]),
+        "m": len(index),
+        "taps": index.shape[1],
     }
     named = {"x": x, "w": r.constant(weights), "index": r.constant(index)}
     return r.flat(Op.REF_RESAMPLE, named, fields, [(shape, "f")])[0]

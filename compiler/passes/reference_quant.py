@@ -8,7 +8,7 @@ from compiler.contract.reference import MapKind, ReduceKind
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import dtype_of
 from compiler.passes.reference_calls import ReferenceCalls, View
-from compiler.passes.reference_nn import window_geometry, convolve
+from compiler.passes.reference_nn import convolve, window_geometry
 from compiler.passes.reference_rows import Row, integer, matmul, operand, operands
 
 _K: Final = MapKind

@@ -56,8 +56,11 @@ def select_reference(op: Operation, sel: Selection) -> None:
         UnsupportedOperatorError: An attribute or a shape is not computed; the message says which.
     """
     calls = ReferenceCalls(sel)
-    row = ONNX_ROWS[op.op.data] if isinstance(op, OnnxOp) else _RAISED[type(op)]
-    for result, view in zip(op.results, row(op, calls), strict=False):
+    if isinstance(op, OnnxOp):
+        views = ONNX_ROWS[op.op.data](op, calls)
+    else:
+        views = _RAISED[type(op)](op, calls)
+    for result, view in zip(op.results, views, strict=False):
         keep_view(result, view, calls)
 
 

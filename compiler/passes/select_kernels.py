@@ -16,7 +16,7 @@ from typing import ClassVar, Final
 
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.dialects.func import FuncOp, ReturnOp
-from xdsl.ir import BlockArgument, Operation, Region
+from xdsl.ir import Block, BlockArgument, Operation, Region, SSAValue
 
 from compiler.dialects.dims import Dim
 from compiler.dialects.hw import CallOp
@@ -24,6 +24,8 @@ from compiler.dialects.mm import KvAppendOp
 from compiler.dialects.sp import ConstantOp, OnnxOp
 from compiler.dialects.types import Tensor, dtype_of, shape_of
 from compiler.errors import UnsupportedOperatorError
+from compiler.kernels.program import Op
+from compiler.kernels.registry import KERNELS
 from compiler.passes.base import PassContext, PassResult
 from compiler.passes.functions import (
     arguments,
@@ -84,6 +86,7 @@ def _select(func: FuncOp, ctx: PassContext) -> FuncOp:
         if isinstance(op, KvAppendOp) and op.layer.value.data not in selection.cached:
             append_only(op, selection)
     outputs = [(role, selection.matrix(value)) for role, value in results(func)]
+    _erase_unread(selection.block, {value for _, value in outputs if value is not None})
     selection.block.add_op(ReturnOp(*(value for _, value in outputs if value is not None)))
     program = FuncOp(
         func.sym_name.data,
@@ -94,6 +97,15 @@ def _select(func: FuncOp, ctx: PassContext) -> FuncOp:
     )
     refresh_type(program)
     return program
+
+
+def _erase_unread(block: Block, kept: set[SSAValue]) -> None:
+    """Erase reference calls whose results nobody reads, and constants only they read."""
+    for op in reversed(list(block.ops)):
+        is_plain = isinstance(op, CallOp) and KERNELS[Op[op.op.data]].is_reference
+        unread = not any(result.first_use is not None or result in kept for result in op.results)
+        if unread and (is_plain or isinstance(op, ConstantOp)):
+            block.erase_op(op)
 
 
 def _argument_type(role: str, argument: BlockArgument, selection: Selection) -> Tensor:

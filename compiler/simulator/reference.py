@@ -147,16 +147,14 @@ def _contract(s: Step) -> Results:
     return (y.reshape(-1),)
 
 
-def _windows(x: Array, g: Fields, ky: int, kx: int, fill: Any) -> Array:
+def _windows(x: Array, g: Fields, ky: int, kx: int, fill: float) -> Array:
     """Return, for every output pixel, the element under tap (ky, kx) of planes (..., H, W)."""
     (out_h,), (out_w,) = g["out_h"], g["out_w"]
     rows = np.arange(out_h) * g["step_h"][0] - g["top"][0] + ky * g["gap_h"][0]
     cols = np.arange(out_w) * g["step_w"][0] - g["left"][0] + kx * g["gap_w"][0]
-    inside = ((rows >= 0) & (rows < x.shape[-2]))[:, None] & (
-        (cols >= 0) & (cols < x.shape[-1])
-    )
+    inside = ((rows >= 0) & (rows < x.shape[-2]))[:, None] & ((cols >= 0) & (cols < x.shape[-1]))
     taken = x[..., np.clip(rows, 0, x.shape[-2] - 1), :][..., np.clip(cols, 0, x.shape[-1] - 1)]
-    return np.where(inside, taken, fill)
+    return np.where(inside, taken, np.asarray(fill, x.dtype))
 
 
 def _start(s: Step, g: Fields, dtype: np.dtype[Any]) -> Array:
@@ -178,7 +176,7 @@ def _conv(s: Step) -> Results:
     for d in range(x.shape[2]):
         for ky in range(kh):
             for kx in range(kw):
-                taken = _windows(x[:, :, d], g, ky, kx, x.dtype.type(0))
+                taken = _windows(x[:, :, d], g, ky, kx, 0.0)
                 sums += taken[:, :, None] * w[None, :, :, d, ky, kx, None, None]
     return (y.reshape(-1),)
 
@@ -224,11 +222,11 @@ def _pool(s: Step) -> Results:
     in_frame = {**g, "top": [0], "left": [0]}
     for ky in range(g["kh"][0]):
         for kx in range(g["kw"][0]):
-            v = _windows(x, g, ky, kx, x.dtype.type(-np.inf))
+            v = _windows(x, g, ky, kx, -np.inf)
             best = np.where(v > best, v, best)
-            total = total + _windows(x, g, ky, kx, x.dtype.type(0)).astype(np.float64)
-            counted = (ones, g) if kind is PoolKind.AVERAGE else (frame, in_frame)
-            count += _windows(*counted, ky, kx, 0.0)
+            total = total + _windows(x, g, ky, kx, 0.0).astype(np.float64)
+            inside, around = (ones, g) if kind is PoolKind.AVERAGE else (frame, in_frame)
+            count += _windows(inside, around, ky, kx, 0.0)
     y = best if kind is PoolKind.MAX else (total / count).astype(x.dtype)
     return (y.reshape(-1),)
 

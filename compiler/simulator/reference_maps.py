@@ -1,6 +1,6 @@
 """What each elementwise reference function computes; see `compiler.kernels.reference` for its C.
 
-Operands are arrays of the arithmetic's float type or int32; f64 intermediate values are rounded once.
+Operands are arrays of the arithmetic's float type or int32; f64 values are rounded once.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ Map = Callable[..., Array]
 
 
 def _double(function: Callable[..., Array], operands: int = 1) -> Map:
-    def apply(*given: Any) -> Array:
+    def apply(*given: Array) -> Array:
         arrays = given[:operands]
         return function(*(a.astype(np.float64) for a in arrays)).astype(arrays[0].dtype)
 
@@ -27,24 +27,24 @@ def _double(function: Callable[..., Array], operands: int = 1) -> Map:
 
 
 def _plain(function: Callable[..., Any], operands: int) -> Map:
-    def apply(*given: Any) -> Array:
+    def apply(*given: Array) -> Array:
         return np.asarray(function(*given[:operands]))
 
     return apply
 
 
 def _truth(function: Callable[..., Any], operands: int) -> Map:
-    def apply(*given: Any) -> Array:
+    def apply(*given: Array) -> Array:
         return np.asarray(function(*given[:operands])).astype(np.int32)
 
     return apply
 
 
-def _number(value: float, like: Array) -> Any:
-    return like.dtype.type(value)
+def _number(value: float, like: Array) -> Array:
+    return np.asarray(value, like.dtype)
 
 
-def _clip(x: Array, low: Any, high: Any, *_: Any) -> Array:
+def _clip(x: Array, low: Array, high: Array, *_: float) -> Array:
     y = np.where(x < low, low, x)
     return np.where(y > high, high, y)
 
@@ -82,7 +82,7 @@ def _sign(a: Array) -> Array:
     return np.where(a > 0, _number(1, a), np.where(a < 0, _number(-1, a), a))
 
 
-def _to_int(a: Array, *_: Any) -> Array:
+def _to_int(a: Array, *_: float) -> Array:
     low, high = -(2.0**31), 2.0**31
     inside = np.where((a < high) & (a > low), a, 0).astype(np.int32)
     top, bottom = np.int32(2**31 - 1), np.int32(-(2**31))
@@ -95,23 +95,23 @@ def _quantise(a: Array, scale: Array, zero: Array, low: float, high: float) -> A
     return y.astype(np.int32)
 
 
-def _dequantise(a: Array, scale: Array, zero: Array, *_: Any) -> Array:
+def _dequantise(a: Array, scale: Array, zero: Array, *_: float) -> Array:
     return np.asarray((a - zero).astype(scale.dtype) * scale)
 
 
-def _divide(a: Array, b: Array, *_: Any) -> Array:
+def _divide(a: Array, b: Array, *_: float) -> Array:
     wide, by = a.astype(np.int64), np.where(b == 0, 1, b).astype(np.int64)
     quotient = np.sign(wide) * np.sign(by) * (np.abs(wide) // np.abs(by))
     return np.where(b == 0, 0, quotient).astype(np.int32)
 
 
-def _remainder(a: Array, b: Array, *_: Any) -> Array:
+def _remainder(a: Array, b: Array, *_: float) -> Array:
     whole = _divide(a, b).astype(np.int64)
     rest = a.astype(np.int64) - whole * b
     return np.where((b == 0) | (b == -1), 0, rest).astype(np.int32)
 
 
-def _modulo(a: Array, b: Array, *_: Any) -> Array:
+def _modulo(a: Array, b: Array, *_: float) -> Array:
     r = _remainder(a, b)
     return np.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
 
@@ -149,9 +149,7 @@ MAPS: Final[Mapping[MapKind, Map]] = MappingProxyType(
         _K.ATAN: _double(f.atan),
         _K.SINH: _double(lambda x: (f.exp(x) - f.exp(-x)) * 0.5),
         _K.COSH: _double(lambda x: (f.exp(x) + f.exp(-x)) * 0.5),
-        _K.THRESHOLDED_RELU: lambda a, alpha, _: np.where(
-            a > _number(alpha, a), a, _number(0, a)
-        ),
+        _K.THRESHOLDED_RELU: lambda a, alpha, _: np.where(a > _number(alpha, a), a, _number(0, a)),
         _K.SHRINK: _shrink,
         _K.SWISH: _swish,
         _K.ADD: _plain(np.add, 2),
@@ -191,7 +189,7 @@ MAPS: Final[Mapping[MapKind, Map]] = MappingProxyType(
         _K.CLIP_I: _clip,
         _K.WHERE_I: _plain(lambda a, b, c: np.where(a != 0, b, c), 3),
         _K.TO_INT: _to_int,
-        _K.TO_FLOAT: lambda a, *_: a,
+        _K.TO_FLOAT: _plain(np.asarray, 1),
         _K.TO_BOOL: _truth(lambda a: a != 0, 1),
         _K.TO_BOOL_I: _truth(lambda a: a != 0, 1),
         _K.WRAP_U8_I: _plain(lambda a: a & 255, 1),

@@ -29,6 +29,11 @@ FULL_HINT = "long campaigns: python3 manage.py test --full"
 _left_out: Counter[str] = Counter()
 
 
+def leave_out(hint: str) -> None:
+    """Count a test that skips itself under the hint that says how to enable it."""
+    _left_out[hint] += 1
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the long campaigns")
 
@@ -92,4 +97,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_testnodedown(node: object, error: object) -> None:
     output = getattr(node, "workeroutput", {})
     config = node.config  # type: ignore[attr-defined]
-    config._sparsefleet_left_out = Counter(output.get("left_out", {}))
+    before = getattr(config, "_sparsefleet_left_out", Counter())
+    config._sparsefleet_left_out = before | Counter(output.get("left_out", {}))
