@@ -95,6 +95,7 @@ def write_submission(
     }
     out.mkdir(parents=True, exist_ok=True)
     for name in external_files(source):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source.parent / name, out / name)
     shutil.copyfile(source, out / MODEL_FILE)
     (out / FILE_NAME).write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")

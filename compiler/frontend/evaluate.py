@@ -24,6 +24,7 @@ from compiler.frontend.onnx_ops import OPERATORS, REQUIRED, OnnxOperator, suppor
 from compiler.frontend.shape_rules import widened
 from compiler.frontend.values import Array, Known, Node, Runtime, Value, stand_in
 
+MAX_EXPANDED_NODES: Final = 1 << 16
 ALONG_ONE_AXIS: Final = 13
 """From this operator set on a softmax runs along exactly one axis."""
 
@@ -189,6 +190,8 @@ class _Walk:
 
     def _control(self, proto: onnx.NodeProto) -> None:
         self.expansions += 1
+        if len(self.nodes) > MAX_EXPANDED_NODES:
+            raise _too_many(proto)
         prefix = f"{proto.op_type}{self.expansions}/"
         if proto.op_type == "If":
             condition = bool(self._decided(proto, proto.input[0]).reshape(-1)[0])
@@ -222,6 +225,13 @@ class _Walk:
                 hint="pin what it depends on: sizes with dims, scalar inputs with constants",
             )
         return known[0]
+
+
+def _too_many(proto: onnx.NodeProto) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"operator {proto.op_type} (node {proto.name or proto.output[0]}):"
+        f" control flow unrolls to more than {MAX_EXPANDED_NODES} nodes"
+    )
 
 
 def _along_last(node: Node, values: Mapping[str, Family]) -> Node:

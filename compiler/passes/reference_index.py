@@ -11,7 +11,7 @@ from compiler.contract.operations import Op
 from compiler.contract.reference import MapKind, ScatterKind
 from compiler.dialects.sp import OnnxOp
 from compiler.passes.match import attr
-from compiler.passes.reference_calls import ReferenceCalls, View, merged, steps_of
+from compiler.passes.reference_calls import Fields, ReferenceCalls, View, merged, steps_of
 from compiler.passes.reference_rows import Row, fixed, integer, operands
 
 _K: Final = MapKind
@@ -37,7 +37,7 @@ def _gather_call(
     axis: int,
 ) -> View:
     sizes, (xs, indices, _) = merged(shape, [x_steps, i_steps, steps_of(shape)])
-    fields = {
+    fields: Fields = {
         "limit": x.shape[axis],
         "step": x.steps[axis],
         "x_at": x.at,
@@ -97,7 +97,7 @@ def _scatter_elements(op: OnnxOp, r: ReferenceCalls) -> list[View]:
     sizes, (ys, indices, us, _) = merged(
         index.shape, [y_steps, index.steps, u.steps, steps_of(index.shape)]
     )
-    fields = {
+    fields: Fields = {
         "limit": x.shape[axis],
         "step": whole[axis],
         "y_at": 0,
@@ -119,7 +119,7 @@ def _scatter_nd(op: OnnxOp, r: ReferenceCalls) -> list[View]:
     flat = _flat_index(r, index, picked)
     flat = r.reshaped(flat, (flat.size, 1))
     updates = r.reshaped(u, (flat.size, prod(rest)))
-    fields = {
+    fields: Fields = {
         "limit": prod(picked),
         "step": prod(rest),
         "y_at": 0,
