@@ -8,7 +8,7 @@ rest exists at run time.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import onnx
@@ -20,7 +20,13 @@ from compiler.frontend.control_flow import CONTROL, MAX_TRIPS, LoopExpansion, br
 from compiler.frontend.fold_rules import ANNOUNCED
 from compiler.frontend.limits import FoldBudget
 from compiler.frontend.onnx_file import DEFAULT_DOMAINS
-from compiler.frontend.onnx_ops import OPERATORS, REQUIRED, OnnxOperator, supported_operators
+from compiler.frontend.onnx_ops import (
+    OPERATORS,
+    REQUIRED,
+    OnnxOperator,
+    plain_value,
+    supported_operators,
+)
 from compiler.frontend.shape_rules import widened
 from compiler.frontend.values import Array, Known, Node, Runtime, Value, stand_in
 
@@ -98,7 +104,7 @@ def make_node(proto: onnx.NodeProto, opset: int = 0) -> tuple[Node, OnnxOperator
                 f"operator {kind} (node {name}): attribute {attribute.name!r} is not supported",
                 hint=f"supported attributes: {', '.join(sorted(attrs)) or 'none'}",
             )
-        value = _plain(onnx.helper.get_attribute_value(attribute))
+        value = plain_value(onnx.helper.get_attribute_value(attribute))
         attrs[attribute.name] = given[attribute.name] = value
     if row.arity is not None and row.arity != (len(proto.input), len(proto.output)):
         raise MalformedModelError(
@@ -110,14 +116,6 @@ def make_node(proto: onnx.NodeProto, opset: int = 0) -> tuple[Node, OnnxOperator
         raise MalformedModelError(f"operator {kind} (node {name}) has no {missing[0]!r}")
     inputs, outputs = tuple(proto.input), tuple(proto.output)
     return Node(kind, name, inputs, outputs, attrs, given, opset), row
-
-
-def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever an attribute holds
-    if isinstance(value, bytes):
-        return value.decode()
-    if isinstance(value, list) and value and isinstance(value[0], bytes):
-        return [item.decode() for item in value]
-    return value
 
 
 def evaluate(

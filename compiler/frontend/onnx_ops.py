@@ -88,13 +88,21 @@ def _move(
     )
 
 
+def plain_value(value: Any) -> Any:  # noqa: ANN401 - whatever an attribute holds
+    """Return an attribute's value with text as str."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, list) and value and isinstance(value[0], bytes):
+        return [item.decode() for item in value]
+    return value
+
+
 def _schema(name: str) -> OnnxOperator:
     """Return a row whose attributes, shapes and folding are those of the ONNX package."""
     attrs: dict[str, Any] = {}
     for key, attribute in onnx.defs.get_schema(name).attributes.items():
-        default = onnx.helper.get_attribute_value(attribute.default_value)
-        plain = default.decode() if isinstance(default, bytes) else default
-        attrs[key] = REQUIRED if attribute.required else plain
+        default = plain_value(onnx.helper.get_attribute_value(attribute.default_value))
+        attrs[key] = REQUIRED if attribute.required else default
     return OnnxOperator(name, g.inferred, g.evaluated, attrs)
 
 
@@ -102,7 +110,7 @@ _SCHEMA_ROWS: Final = (
     *("ArgMin", "Atan", "AveragePool", "BatchNormalization", "BitwiseAnd", "BitwiseOr"),
     *("BitwiseXor", "CastLike", "Celu", "ConvInteger", "ConvTranspose", "Cosh", "CumSum"),
     *("DepthToSpace", "DynamicQuantizeLinear", "Elu", "EyeLike", "GRU", "Gelu"),
-    *("GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "HardSigmoid", "HardSwish"),
+    *("GlobalAveragePool", "GlobalMaxPool", "HardSigmoid", "HardSwish"),
     *("Hardmax", "InstanceNormalization", "IsInf", "IsNaN", "LRN", "LSTM", "LeakyRelu"),
     *("LogSoftmax", "LpNormalization", "MatMulInteger", "MaxPool", "Mean", "Mish", "Mod"),
     *("PRelu", "Pad", "QLinearConv", "QLinearMatMul", "QuantizeLinear", "RNN"),
@@ -222,6 +230,12 @@ _ROWS: Final = (
     OnnxOperator("GatherND", s.gather_nd, f.gather_nd, {"batch_dims": 0}),
     OnnxOperator(
         "Gemm", s.gemm, g.evaluated, {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0}
+    ),
+    OnnxOperator(
+        "GroupNormalization",
+        s.same,
+        None,
+        {"epsilon": 1e-5, "num_groups": REQUIRED, "stash_type": 1},
     ),
     OnnxOperator("LayerNormalization", s.layer_norm, None, _NORM),
     OnnxOperator("MatMul", s.matmul, f.matmul),
