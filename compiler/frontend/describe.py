@@ -74,25 +74,11 @@ def write_submission(
     inputs = [info for info in model.graph.input if info.name not in initializers]
     shapes = _pinned(inputs, dims, constants)
     _check_names(inputs, dims, constants)
-    outputs = list(model.graph.output)
-    document = {
-        "schema": SCHEMA,
-        "family": FAMILY_GRAPH,
-        "quantise": quantise,
-        "components": {
-            "model": {
-                "file": MODEL_FILE,
-                "inputs": {
-                    info.name: _input_entry(info, role, shapes, constants)
-                    for info, role in zip(inputs, _roles(inputs, constants), strict=True)
-                },
-                "outputs": {
-                    info.name: {"role": role}
-                    for info, role in zip(outputs, _roles(outputs, {}), strict=True)
-                },
-            }
-        },
+    entries = {
+        info.name: _input_entry(info, role, shapes, constants)
+        for info, role in zip(inputs, _roles(inputs, constants), strict=True)
     }
+    document = _document(entries, list(model.graph.output), quantise)
     out.mkdir(parents=True, exist_ok=True)
     for name in external_files(source):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -100,6 +86,23 @@ def write_submission(
     shutil.copyfile(source, out / MODEL_FILE)
     (out / FILE_NAME).write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     return read_pipeline(out)
+
+
+def _document(
+    inputs: Mapping[str, Any], outputs: Sequence[onnx.ValueInfoProto], quantise: str
+) -> dict[str, Any]:
+    roles = zip(outputs, _roles(outputs, {}), strict=True)
+    model = {
+        "file": MODEL_FILE,
+        "inputs": inputs,
+        "outputs": {info.name: {"role": role} for info, role in roles},
+    }
+    return {
+        "schema": SCHEMA,
+        "family": FAMILY_GRAPH,
+        "quantise": quantise,
+        "components": {"model": model},
+    }
 
 
 def _input_entry(

@@ -10,7 +10,6 @@ from typing import Final
 import numpy as np
 import onnx
 from onnx import defs, helper, numpy_helper, shape_inference
-from onnx.reference import ReferenceEvaluator
 
 from compiler.frontend.values import Array, Known, Node, Runtime, Value, Values
 
@@ -51,6 +50,8 @@ def evaluated(node: Node, values: Values) -> list[Array]:
     Raises:
         ValueError: The evaluator refuses it.
     """
+    from onnx.reference import ReferenceEvaluator  # a heavy import that most models never need
+
     arrays = {f"i{at}": v.array for at, v in enumerate(values) if isinstance(v, Known)}
     proto = _proto(node, values)
     inputs = [helper.make_value_info(name, _type(Known(a))) for name, a in arrays.items()]

@@ -134,25 +134,60 @@ def test_it_names_operator_node_and_what_is_supported(tmp_path: Path) -> None:
     assert e.value.code == "build.user.unsupported_op"
 
 
-def test_it_refuses_control_flow_by_name(tmp_path: Path) -> None:
-    def branch(name: str) -> onnx.GraphProto:
-        info = helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
-        return helper.make_graph([helper.make_node("Identity", ["x"], [name])], name, [], [info])
+def branch(op: str, name: str) -> onnx.GraphProto:
+    info = helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None)
+    return helper.make_graph([helper.make_node(op, ["x"], [name])], name, [], [info])
 
+
+def test_it_refuses_control_flow_that_the_run_decides(tmp_path: Path) -> None:
     def build(b: GraphBuilder, x: str) -> str:
-        condition = b.const(True, "bool")
-        return b.op("If", condition, then_branch=branch("yes"), else_branch=branch("no"))
+        top = b.op("ReduceMax", x, keepdims=0)
+        condition = b.op("Greater", top, b.const(0.0))
+        branches = {"then_branch": branch("Relu", "yes"), "else_branch": branch("Exp", "no")}
+        return b.op("If", condition, **branches)
 
-    with pytest.raises(UnsupportedOperatorError, match="operator If"):
+    with pytest.raises(UnsupportedOperatorError, match=r"operator If .* known only at run time"):
         imported(tmp_path, build)
+
+
+@pytest.mark.parametrize(("condition", "op"), [(True, "Relu"), (False, "Exp")])
+def test_it_takes_the_branch_that_constants_decide(
+    tmp_path: Path, condition: bool, op: str
+) -> None:
+    def build(b: GraphBuilder, x: str) -> str:
+        branches = {"then_branch": branch("Relu", "yes"), "else_branch": branch("Exp", "no")}
+        return b.op("If", b.const(condition, "bool"), **branches)
+
+    text = text_of(tmp_path, build)
+    assert f'op = "{op}"' in text
+    assert ({"Relu", "Exp"} - {op}).pop() not in text
+
+
+def test_it_unrolls_a_loop_with_a_known_number_of_trips(tmp_path: Path) -> None:
+    def build(b: GraphBuilder, x: str) -> str:
+        kinds = {"trip": onnx.TensorProto.INT64, "go": onnx.TensorProto.BOOL}
+        inputs = [helper.make_tensor_value_info(name, kind, []) for name, kind in kinds.items()]
+        inputs.append(helper.make_tensor_value_info("state", onnx.TensorProto.FLOAT, [None] * 3))
+        nodes = [
+            helper.make_node("Identity", ["go"], ["on"]),
+            helper.make_node("Tanh", ["state"], ["next"]),
+        ]
+        outputs = [
+            helper.make_tensor_value_info("on", onnx.TensorProto.BOOL, []),
+            helper.make_tensor_value_info("next", onnx.TensorProto.FLOAT, [None] * 3),
+        ]
+        body = helper.make_graph(nodes, "body", inputs, outputs)
+        return b.op("Loop", b.const(3, "int64"), b.const(True, "bool"), x, body=body)
+
+    assert text_of(tmp_path, build).count('op = "Tanh"') == 3
 
 
 def test_it_ignores_unsupported_nodes_that_nothing_needs(tmp_path: Path) -> None:
     def build(b: GraphBuilder, x: str) -> str:
-        b.op("Celu", x)
+        b.op("NonZero", x)
         return b.op("Relu", x)
 
-    assert "Celu" not in text_of(tmp_path, build)
+    assert "NonZero" not in text_of(tmp_path, build)
 
 
 def test_it_refuses_unknown_domains(tmp_path: Path) -> None:
