@@ -38,6 +38,7 @@ MAX_CANDIDATES: Final = 400
 RANDOM_PROMPTS: Final = 64
 GRAPH_ROWS: Final = (1, 2, 3, 5, 8, 13)
 SEED: Final = 20_240
+_INTEGERS: Final = {"i32": "<i4", "u8": "u1"}
 
 
 class TracedRunner(PlanRunner, Protocol):
@@ -249,18 +250,26 @@ def _stride(count: int) -> int:
 
 
 def _graph_candidates(pipeline: Pipeline) -> Iterator[Candidate]:
-    port = pipeline.programs[FORWARD].inputs["tensor"]
+    """Yield random inputs; integers are 0 or 1, which are ids, masks and counts everywhere."""
+    ports = pipeline.programs[FORWARD].inputs
     random = np.random.default_rng(SEED)
     for at in range(MAX_CANDIDATES):
-        rows = min(GRAPH_ROWS[at % len(GRAPH_ROWS)], port.rows) if port.dynamic else port.rows
-        data = random.standard_normal((rows, port.cols)).astype("<f4").tobytes()
-        yield f"random rows {at} ({rows})", _forward_record(data)
+        tokens = GRAPH_ROWS[at % len(GRAPH_ROWS)]
+        inputs = {}
+        for role, port in ports.items():
+            rows = min(tokens, port.rows) if port.dynamic else port.rows
+            if port.dtype == "f32":
+                data = random.standard_normal((rows, port.cols)).astype("<f4")
+            else:
+                data = random.integers(0, 2, (rows, port.cols)).astype(_INTEGERS[port.dtype])
+            inputs[role] = data.tobytes()
+        yield f"random rows {at} ({tokens})", _forward_record(inputs)
 
 
-def _forward_record(data: bytes) -> _Record:
+def _forward_record(inputs: Mapping[str, bytes]) -> _Record:
     def record(recorder: _Recorder) -> None:
         recorder.forget()
-        recorder.run(FORWARD, {"tensor": data})
+        recorder.run(FORWARD, inputs)
 
     return record
 

@@ -329,6 +329,7 @@ def _attributes(b: FunctionBuilder, node: Node) -> dict[str, Attribute]:
         values["k"] = int(count.array.reshape(-1)[0])
     if "auto_pad" in values:
         values |= _window(b, node, first.shape)
+        del values["auto_pad"]
     return {key: _attribute(value) for key, value in values.items()}
 
 
@@ -341,7 +342,7 @@ def _window(b: FunctionBuilder, node: Node, shape: Sequence[int]) -> dict[str, A
         out = b.evaluation.values[node.outputs[0]][0].shape[2:]
     strides, dilations, pads = conv_geometry(node, shape[2:], window, out)
     geometry = {"strides": strides, "dilations": dilations, "pads": pads}
-    return {**geometry, "kernel_shape": list(window), "auto_pad": "NOTSET"}
+    return geometry if "Conv" in node.op else {**geometry, "kernel_shape": list(window)}
 
 
 _FREE_AXIS: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})

@@ -133,6 +133,8 @@ def _pinned(
             given = dims.get(place, dims.get(dim.dim_param) if dim.dim_param else None)
             if dim.dim_value > 0:
                 given = dims.get(place, dim.dim_value)
+                if given != dim.dim_value:
+                    raise MalformedModelError(f"{place} is {dim.dim_value}, it cannot be {given}")
             if given is None:
                 missing.append(FreeAxis(info.name, axis, _usable(dim.dim_param)))
             sizes.append(int(given or 0))

@@ -177,7 +177,8 @@ def test_it_unrolls_a_loop_with_a_known_number_of_trips(tmp_path: Path) -> None:
             helper.make_tensor_value_info("next", onnx.TensorProto.FLOAT, [None] * 3),
         ]
         body = helper.make_graph(nodes, "body", inputs, outputs)
-        return b.op("Loop", b.const(3, "int64"), b.const(True, "bool"), x, body=body)
+        made = b.op("Loop", b.const(3, "int64"), b.const(True, "bool"), x, body=body)
+        return b.op("Reshape", made, b.ints(1, -1, 8))
 
     assert text_of(tmp_path, build).count('op = "Tanh"') == 3
 

@@ -112,8 +112,12 @@ def test_a_process_of_its_own_gives_the_same_verdict(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_is_a_verdict_too(tmp_path: Path, monkeypatch) -> None:
-    """The directory is imported by a process whose memory does not even hold the libraries."""
-    directory = write_block(tmp_path, mlp_block)
+    """The directory is imported by a process whose memory does not even hold the weights."""
+
+    def heavy(b: GraphBuilder, x: str) -> str:
+        return b.op("Add", x, b.op("ReduceMax", b.weight(1 << 23), keepdims=0))
+
+    directory = write_block(tmp_path, heavy)
     with pytest.raises((MalformedModelError, LimitError)):
         vet_submission(directory, ImportLimits(max_memory_bytes=1 << 20))
     monkeypatch.setattr(vet, "START_SECONDS", 0.0)

@@ -1,0 +1,73 @@
+"""A bare ONNX file becomes a submission: sizes pinned, what is missing listed."""
+
+import json
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import helper
+
+from compiler.errors import MalformedModelError
+from compiler.frontend.describe import write_submission
+from compiler.frontend.importer import import_pipeline
+
+
+def model(tmp_path: Path) -> Path:
+    """Write y = x + bias and z = ids + 1; x is (batch, ?, 4), bias (4), ids (batch)."""
+    kinds = onnx.TensorProto
+    inputs = [
+        helper.make_tensor_value_info("x", kinds.FLOAT, ["batch", None, 4]),
+        helper.make_tensor_value_info("rate", kinds.FLOAT, []),
+        helper.make_tensor_value_info("the ids", kinds.INT64, ["batch"]),
+    ]
+    outputs = [
+        helper.make_tensor_value_info("y", kinds.FLOAT, ["batch", None, 4]),
+        helper.make_tensor_value_info("z", kinds.INT64, ["batch"]),
+    ]
+    nodes = [
+        helper.make_node("Mul", ["x", "rate"], ["y"]),
+        helper.make_node("Add", ["the ids", "the ids"], ["z"]),
+    ]
+    graph = helper.make_graph(nodes, "two", inputs, outputs)
+    path = tmp_path / "two.onnx"
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    return path
+
+
+def test_it_pins_sizes_by_name_and_by_place(tmp_path: Path) -> None:
+    out = tmp_path / "submission"
+    spec = write_submission(model(tmp_path), out, {"batch": 2, "x:1": 3}, {"rate": 0.5})
+    ports = {port.name: port for port in spec.components[0].inputs}
+    assert ports["x"].shape == (2, 3, 4)
+    assert ports["the ids"].shape == (2,)
+    assert (ports["rate"].role, ports["rate"].value) == ("constant", 0.5)
+    assert [port.role for port in ports.values()] == ["constant", "tensor:the_ids", "tensor:x"]
+    assert spec.quantise == "none"
+    assert json.loads((out / "pipeline.json").read_text())["family"] == "graph"
+    text = str(import_pipeline(out).module)
+    assert "tensor<2x3x4xf32>" in text
+
+
+def test_it_lists_every_size_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(MalformedModelError) as caught:
+        write_submission(model(tmp_path), tmp_path / "s", {}, {"rate": 1.0})
+    assert "batch (or x:0), x:1, batch (or the ids:0)" in str(caught.value)
+    assert "batch=1" in caught.value.hint
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("dims", "constants", "message"),
+    [
+        ({"batch": 1, "x:1": 1, "width": 2}, {}, "no axis or input called 'width'"),
+        ({"batch": 1, "x:1": 1}, {"speed": 2.0}, "no axis or input called 'speed'"),
+        ({"batch": 1, "x:1": 0}, {}, "size 0 of 'x:1' is not positive"),
+        ({"batch": 1, "x:1": 1, "x:2": 5}, {}, "x:2 is 4, it cannot be 5"),
+    ],
+)
+def test_it_refuses_names_and_sizes_that_do_not_fit(
+    tmp_path: Path, dims: dict[str, int], constants: dict[str, float], message: str
+) -> None:
+    with pytest.raises(MalformedModelError, match=message):
+        write_submission(model(tmp_path), tmp_path / "s", dims, constants)
