@@ -328,8 +328,8 @@ def _attributes(b: FunctionBuilder, node: Node) -> dict[str, Attribute]:
         assert isinstance(count, Known)
         values["k"] = int(count.array.reshape(-1)[0])
     if "auto_pad" in values:
+        values = {key: value for key, value in values.items() if key not in _WORKED_OUT}
         values |= _window(b, node, first.shape)
-        del values["auto_pad"]
     return {key: _attribute(value) for key, value in values.items()}
 
 
@@ -345,6 +345,8 @@ def _window(b: FunctionBuilder, node: Node, shape: Sequence[int]) -> dict[str, A
     return geometry if "Conv" in node.op else {**geometry, "kernel_shape": list(window)}
 
 
+_WORKED_OUT: Final = frozenset({"auto_pad", "kernel_shape", "output_padding", "output_shape"})
+"""Attributes of windows that the geometry makes superfluous."""
 _FREE_AXIS: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
 """Operators whose axis does not simply number the axes of the first operand."""
 
