@@ -101,7 +101,9 @@ class _Lowering:
         first = STACKED.get(code, len(slots))
         layout = DENSE if op.layout is None else op.layout.kind.data
         single = tuple(
-            ABSENT if slot < 0 else self._shared(op.weights[slot], weight_kind(code, at, op.weights[slot]), layout)
+            ABSENT
+            if slot < 0
+            else self._shared(op.weights[slot], weight_kind(code, at, op.weights[slot]), layout)
             for at, slot in enumerate(slots[:first])
         )
         stacks = [op.weights[slot] for slot in slots[first:]]

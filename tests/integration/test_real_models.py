@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from compiler.contract.plan import parse_plan
-from compiler.driver.sections import explain_rows
+from compiler.driver.plan_facts import explain_rows
 from compiler.hardware.targets import find_target
 from tests.factories.graph_runs import Array, GraphCase, relative_error
 from tests.factories.model_files import model_file
