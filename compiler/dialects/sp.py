@@ -35,6 +35,7 @@ from compiler.dialects.encoding import EncodingAttr
 from compiler.dialects.invariant import SparsityInvariant
 from compiler.dialects.movement import MOVEMENT_OPS
 from compiler.dialects.properties import integers, real, require
+from compiler.dialects.sp_convert import CONVERT_OPS
 from compiler.dialects.types import Tensor, dtype_of, shape_of, tensor_type
 
 ACTS: Final = ("none", "relu", "silu")
@@ -350,6 +351,7 @@ Sp: Final = Dialect(
         ConstantOp,
         OnnxOp,
         *MOVEMENT_OPS,
+        *CONVERT_OPS,
         LinearOp,
         NormOp,
         Conv2dOp,
