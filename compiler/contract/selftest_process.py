@@ -20,7 +20,7 @@ PASSED: Final = 0
 FAILED: Final = 1
 BROKEN: Final = 2
 NOT_WEIGHTS: Final = frozenset(
-    ("plan", "kernels", "pipeline", "selftest", "router_stats", "expert_groups")
+    ("plan", "kernels", "pipeline", "selftest", "router_stats", "expert_groups", "schedule")
 )
 
 

@@ -8,6 +8,7 @@ from xdsl.parser import Parser
 from compiler.dialects.hw import Hw
 from compiler.dialects.mm import Mm
 from compiler.dialects.moe import Moe
+from compiler.dialects.moe_schedule import LAYER_ATTRS, LAYER_OPS
 from compiler.dialects.sp import Sp
 
 
@@ -16,6 +17,10 @@ def make_context() -> Context:
     context = Context()
     for dialect in (Builtin, Func, Sp, Moe, Mm, Hw):
         context.load_dialect(dialect)
+    for op in LAYER_OPS:
+        context.load_op(op)
+    for attr in LAYER_ATTRS:
+        context.load_attr_or_type(attr)
     return context
 
 

@@ -27,6 +27,7 @@ from compiler.driver.routing import learn_routing
 from compiler.driver.sections import calibration_rows, memory_rows, pipeline_section, sqnr_rows
 from compiler.driver.stages import Portable, StageClock
 from compiler.emitters.plan import EmittedPlan, emit_plan
+from compiler.emitters.schedule import schedule_of, schedule_ops
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.kernels.program import Module
 from compiler.passes.pipeline_spec import PipelineSpec
@@ -36,6 +37,7 @@ from compiler.quant.record import CalibrationRecord, InputSample
 from compiler.quant.w4 import Floats, Grid, GridReport, PackedW4
 
 LOWERED: Final = "lowered"
+SCHEDULE: Final = "schedule"
 WEIGHT: Final = "weight"
 _PARTS: Final = ("codes", "scales", "rows")
 
@@ -88,6 +90,9 @@ def make_portable(
     }
     sections = {**emitted.sections, **learned.sections}
     sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
+    steps = schedule_ops(learned.module)
+    if steps:
+        sections[SCHEDULE] = schedule_of(steps).to_bytes()
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     return Portable(sections, emitted.planes, lowered.ir_text, facts)
 

@@ -17,6 +17,7 @@ from compiler.passes.assign_layouts import AssignLayouts
 from compiler.passes.base import ImportedPipeline, NodeNames, Pass, PassContext
 from compiler.passes.canonicalise import Canonicalise
 from compiler.passes.compose import Compose
+from compiler.passes.decompose_moe import DecomposeMoe
 from compiler.passes.derive_structure import DeriveStructure
 from compiler.passes.detect_sources import DetectSources
 from compiler.passes.functions import functions
@@ -72,6 +73,9 @@ SELECTING: Final[tuple[Pass, ...]] = (
     FuseGroups(),
     AssignLayouts(),
 )
+
+OPTIONAL: Final[tuple[Pass, ...]] = (DecomposeMoe(),)
+"""Passes that planners and tools run; a compilation does not."""
 
 STAGES: Final[Mapping[str, tuple[Pass, ...]]] = MappingProxyType(
     {"imported": (InjectMasks(),), "raised": RAISING, "programs": COMPOSING, "kernels": SELECTING}
