@@ -70,7 +70,7 @@ def _split_fused(op: Operation) -> int:
         act=op.act.data,
     )
     insert_before(op, norm, layer)
-    result = layer.result
+    result: SSAValue = layer.result
     if op.residual.value.data:
         total = BinaryOp(op.x, result, kind="add")
         insert_before(op, total)
@@ -168,6 +168,7 @@ def _before(value: SSAValue, op: Operation) -> bool:
         return True
     if owner.operands:
         return False
-    owner.detach()
-    insert_before(op, owner)
+    copy = owner.clone()
+    insert_before(op, copy)
+    replace(owner, list(copy.results))
     return True

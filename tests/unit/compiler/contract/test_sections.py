@@ -12,6 +12,7 @@ from compiler.contract.expert_groups import parse_expert_groups
 from compiler.contract.manifest import parse_manifest
 from compiler.contract.pipeline import parse_pipeline
 from compiler.contract.router_stats import parse_router_stats
+from compiler.contract.schedule import parse_schedule
 from compiler.contract.selftest import parse_selftest
 from tests.unit.compiler.contract.test_expert_groups import GROUPS
 from tests.unit.compiler.contract.test_pipeline import PIPELINE
@@ -28,6 +29,7 @@ PARSERS = {
         parse_router_stats,
         (VECTORS / "sections" / "router_stats.json").read_bytes(),
     ),
+    "schedule": (parse_schedule, (VECTORS / "sections" / "schedule.json").read_bytes()),
 }
 ODD_VALUES = (None, True, -1, 1 << 70, 1.5, "", "x", "\ud800", [], {}, [[]], {"a": {}})
 
