@@ -6,6 +6,7 @@ all of them run this module over something that satisfies `PlanRunner`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import Final, Protocol
 
 from compiler.contract.errors import ContractError, LimitExceededError
@@ -182,10 +183,22 @@ def _rows(data: Buffer, row_bytes: int) -> list[bytes]:
 def see_inputs(pipeline: Pipeline, image: Buffer) -> dict[str, Buffer]:
     """Return the inputs of program `see`: the picture and, where it asks, its tokens' positions.
 
-    A program that keeps every token of the picture is told where they stand: at the front.
+    A program that keeps every token of the picture is told where they stand: at the front, one
+    after the other or, if it tells height and width apart, in a square at time 0.
     """
-    port = pipeline.programs[SEE].inputs.get("positions")
-    return {"image": image, **({"positions": pack_i32(range(port.rows))} if port else {})}
+    ports = pipeline.programs[SEE].inputs
+    inputs: dict[str, Buffer] = {"image": image}
+    if "positions" not in ports:
+        return inputs
+    count = ports["positions"].rows
+    side = isqrt(count)
+    square = {
+        "positions": [0] * count,
+        "positions_height": [at // side for at in range(count)],
+        "positions_width": [at % side for at in range(count)],
+    }
+    rows = square if "positions_height" in ports else {"positions": list(range(count))}
+    return inputs | {role: pack_i32(values) for role, values in rows.items()}
 
 
 def step_inputs(ids: Sequence[int], first_position: int) -> dict[str, bytes]:

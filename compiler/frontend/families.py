@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isqrt
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,11 +35,13 @@ from compiler.frontend.importer import import_pipeline
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.frontend.onnx_file import read_model
 from compiler.frontend.pipeline_json import FILE_NAME, MAX_CONTEXT, SCHEMA, read_pipeline
-from compiler.passes.functions import function, results
+from compiler.passes.functions import arguments, function, results
 from compiler.passes.pipeline_spec import FAMILY_VISION, PipelineSpec
 
 CACHE_BRANCH: Final = "use_cache_branch"
 """Merged decoders have a branch for calls with a cache; an empty cache makes the first call."""
+POSITION_AXES: Final = 3
+"""Positions (3, 1, T): time, height and width."""
 INLINE_BYTES: Final = 1 << 30
 """A model with more bytes of weights is written with external data."""
 
@@ -115,9 +118,24 @@ def _settle(out: Path, document: dict[str, Any], options: FamilyOptions) -> Pipe
     path.write_text(json.dumps(document), encoding="utf-8")
     imported = import_pipeline(out, options.limits)
     made = dict(results(function(imported.module, "vision")))
-    document["tokens"]["position_base"] = shape_of(made["embeds"])[-2].constant
+    given = dict(arguments(function(imported.module, "decoder")))
+    count = shape_of(made["embeds"])[-2].constant
+    if "positions" in given and len(shape_of(given["positions"])) == POSITION_AXES:
+        count = _side(count)
+    document["tokens"]["position_base"] = count
     path.write_text(json.dumps(document), encoding="utf-8")
     return read_pipeline(out)
+
+
+def _side(count: int) -> int:
+    """Return how many positions a square of tokens takes: its side, as height and width count."""
+    side = isqrt(count)
+    if side * side != count:
+        raise MalformedModelError(
+            f"a picture has {count} tokens, which make no square",
+            hint="a model with positions of height and width needs a square grid of tokens",
+        )
+    return side
 
 
 # --- parts ----------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from compiler.passes.pipeline_spec import Port
 
 BATCH: Final = static(1)
 TOKENS: Final = symbol_dim("T")
+POSITION_ROWS: Final = static(3)
+"""Time, height and width, where a model tells them apart."""
 PAST: Final = symbol_dim("P")
 ANY: Final = None
 
@@ -24,7 +26,7 @@ TEMPLATES: Final[Mapping[str, tuple[Template, ...]]] = MappingProxyType(
         "image": ((BATCH, ANY, ANY, ANY),),
         "token_ids": ((BATCH, TOKENS), (TOKENS,)),
         "embeds": ((BATCH, TOKENS, ANY), (TOKENS, ANY)),
-        "positions": ((BATCH, TOKENS), (TOKENS,)),
+        "positions": ((BATCH, TOKENS), (TOKENS,), (POSITION_ROWS, BATCH, TOKENS)),
         "causal_mask": ((BATCH, BATCH, TOKENS, PAST + TOKENS), (TOKENS, PAST + TOKENS)),
         "past_key": ((ANY, BATCH, ANY, PAST, ANY), (BATCH, ANY, PAST, ANY)),
         "past_value": ((ANY, BATCH, ANY, PAST, ANY), (BATCH, ANY, PAST, ANY)),

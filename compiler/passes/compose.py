@@ -51,8 +51,8 @@ from compiler.passes.functions import (
     results,
     role_attributes,
 )
-from compiler.passes.pipeline_spec import FAMILY_GRAPH
-from compiler.passes.rewriting import erase_dead
+from compiler.passes.pipeline_spec import FAMILY_GRAPH, POSITION_ROWS
+from compiler.passes.rewriting import erase_dead, replace
 
 SEE: Final = "see"
 PREFILL: Final = "prefill"
@@ -191,14 +191,42 @@ def _vision(program: _Program, module: ModuleOp, ctx: PassContext) -> dict[str, 
     return program.inline(function(module, "vision"), {"image": picture}, {})
 
 
+def _has_position_rows(decoder: FuncOp) -> bool:
+    found = [value for role, value in arguments(decoder) if role == "positions"]
+    return bool(found) and len(shape_of(found[0])) == len(POSITION_ROWS)
+
+
+def _positions(program: _Program, module: ModuleOp, rows: list[SSAValue]) -> SSAValue:
+    """Return positions as the decoder takes them; text has one row for all three."""
+    if not _has_position_rows(function(module, "decoder")):
+        return rows[0]
+    full = rows if len(rows) == len(POSITION_ROWS) else rows[:1] * len(POSITION_ROWS)
+    sizes = [Dim(1), *shape_of(full[0])]
+    parts = [program.add(ReshapeOp(row, sizes)) for row in full]
+    return program.add(ConcatOp(parts, 0))
+
+
+def _pick_rows(joined: SSAValue) -> None:
+    """Let what reads one row of joined positions read that row, so that nothing is joined."""
+    concat = joined.owner
+    for use in list(joined.uses) if isinstance(concat, ConcatOp) else ():
+        op = use.operation
+        if isinstance(op, SliceOp) and isinstance(concat, ConcatOp) and op.axis.value.data == 0:
+            part = concat.parts[int(op.start.data)]
+            if shape_of(part) == shape_of(op.result):
+                replace(op, [part])
+
+
 def _fill_cache(
     program: _Program, module: ModuleOp, seen: Mapping[str, SSAValue], count: Dim
 ) -> SpliceOp:
     """Append the splice of `count` rows and the decoder, for its cache alone."""
     splice = SpliceOp(seen["embeds"], seen["positions"])
     program.add(splice)
-    given = {"embeds": splice.embeds, "positions": splice.positions}
+    rows = [splice.positions, *(seen[role] for role in POSITION_ROWS[1:] if role in seen)]
+    given = {"embeds": splice.embeds, "positions": _positions(program, module, rows)}
     program.inline(function(module, "decoder"), given, {"T": count})
+    _pick_rows(given["positions"])
     return splice
 
 
@@ -208,6 +236,8 @@ def _see(module: ModuleOp, ctx: PassContext) -> FuncOp:
     if "positions" not in seen:  # every token is kept: where they stand is the caller's to say
         kind = tensor_type("int64", shape_of(seen["embeds"])[:-1])
         seen["positions"] = program.argument("positions", kind)
+        if _has_position_rows(function(module, "decoder")):
+            seen |= {role: program.argument(role, kind) for role in POSITION_ROWS[1:]}
     splice = _fill_cache(program, module, seen, shape_of(seen["positions"])[-1])
     return program.finish([("embeds", splice.embeds), ("positions", splice.positions)])
 
@@ -235,9 +265,14 @@ def _step(module: ModuleOp, ctx: PassContext) -> FuncOp:
     given: dict[str, SSAValue] = {}
     if any(role == "positions" for role, _ in arguments(decoder)):
         kind = type_of(_argument(decoder, "positions"))
-        given["positions"] = program.argument("positions", kind)
+        if _has_position_rows(decoder):
+            kind = tensor_type("int64", [Dim(1), tokens])
+        row = program.argument("positions", kind)
+        given["positions"] = _positions(program, module, [row])
     given.update(program.inline(embed, {"token_ids": ids}, {}))
     made = program.inline(decoder, given, {})
+    if "positions" in given:
+        _pick_rows(given["positions"])
     logits = made["logits"]
     if shape_of(logits)[:-1] not in ((tokens,), (Dim(1), tokens)):
         raise MalformedModelError(

@@ -11,6 +11,8 @@ FAMILY_GRAPH = "graph"
 QUANTISE_W4 = "w4"
 QUANTISE_NONE = "none"
 ROLE_TENSOR = "tensor"
+POSITION_ROWS = ("positions", "positions_height", "positions_width")
+"""Roles of the rows of positions of a picture's tokens; the first alone where there is one row."""
 
 
 @dataclass(frozen=True, slots=True)

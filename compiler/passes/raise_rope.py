@@ -11,7 +11,10 @@ After:
 
 How rows became heads, how halves were cut and how tables were broadcast is decided on index arrays:
 every element must meet its partner in the other half of its own head, and the cosine and sine of
-its own row's position times one frequency per column. Left out: interleaved pairs, scaled tables.
+its own row's position times one frequency per column. If columns read different rows of positions
+(time, height and width of a picture's tokens), one rotation per row follows the other, with
+frequency 0 where a column reads another row: rotating by nothing changes nothing. Left out:
+interleaved pairs, scaled tables.
 """
 
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from xdsl.ir import Operation, SSAValue
 
 from compiler.analysis.constants import Array, ConstantTable
 from compiler.analysis.movement import Index, chain_symbols, only_leaf, spread, trace
-from compiler.dialects.dims import Binding, witnesses
+from compiler.dialects.dims import Binding, Dim, witnesses
 from compiler.dialects.mm import RopeOp
 from compiler.dialects.movement import ConcatOp, SliceOp
 from compiler.dialects.sp import OnnxOp
@@ -31,7 +34,7 @@ from compiler.dialects.types import shape_of, sizes_at, symbols_of
 from compiler.passes.base import PassContext, PassResult
 from compiler.passes.functions import functions, operations, role_of_argument
 from compiler.passes.match import Bind, Env, Pattern, find, node, onnx
-from compiler.passes.rewriting import erase_dead, insert_before, rebuild_chain, replace
+from compiler.passes.rewriting import erase_dead, insert_before, rebuild_chain, replace, reshaped
 
 
 def _orders(a: str, b: str) -> tuple[tuple[Pattern, Pattern], ...]:
@@ -68,11 +71,16 @@ class _Rotation:
 
 @dataclass(frozen=True, slots=True)
 class _Proof:
-    """What a candidate turned out to be."""
+    """What a candidate turned out to be.
+
+    Attributes:
+        sections: Which row of positions each column reads; all 0 if there is one row.
+    """
 
     rows: SSAValue
     positions: SSAValue
     inv_freq: Array
+    sections: Index
 
 
 @dataclass(frozen=True)
@@ -95,12 +103,26 @@ def _raise(op: Operation, ctx: PassContext) -> int:
     if rotation is None or proof is None:
         return 0
     heads = shape_of(proof.rows)[-1].constant // (2 * proof.inv_freq.size)
-    frequencies = ctx.constants.add(proof.inv_freq)
-    rope = RopeOp(proof.rows, proof.positions, frequencies.result, heads=heads)
-    ctx.names.inherit(rope, op)
-    insert_before(op, frequencies, rope)
-    replace(op, [rebuild_chain(rotation.x, {proof.rows: rope.result}, op)])
+    rows = proof.rows
+    for section in np.unique(proof.sections):
+        frequencies = ctx.constants.add(np.where(proof.sections == section, proof.inv_freq, 0))
+        positions = _position_row(proof.positions, int(section), op)
+        rope = RopeOp(rows, positions, frequencies.result, heads=heads)
+        ctx.names.inherit(rope, op)
+        insert_before(op, frequencies, rope)
+        rows = rope.result
+    replace(op, [rebuild_chain(rotation.x, {proof.rows: rows}, op)])
     return 1
+
+
+def _position_row(positions: SSAValue, section: int, anchor: Operation) -> SSAValue:
+    """Return one row (1, T) of positions (1, T), (T) or (sections, 1, T)."""
+    shape = shape_of(positions)
+    if len(shape) < 3:
+        return positions
+    row = SliceOp(positions, 0, Dim(section), Dim(1))
+    insert_before(anchor, row)
+    return reshaped(row.result, (Dim(1), shape[-1]), anchor)
 
 
 def _candidate(op: Operation, constants: ConstantTable) -> _Rotation | None:
@@ -185,13 +207,20 @@ def _prove_at(rotation: _Rotation, constants: ConstantTable, binding: Binding) -
         _table(value, kind, rotation, constants, binding)
         for value, kind in ((rotation.c, "Cos"), (rotation.s, "Sin"))
     ]
-    proofs = [_frequencies(table, row, column % half, half) for table in tables if table]
+    proofs = [
+        _frequencies(table, row, column % half, half, leaf.numbers().size // width)
+        for table in tables
+        if table
+    ]
     if len(proofs) != 2 or proofs[0] is None or proofs[1] is None:
         return None
-    (cos_positions, cos_freq), (sin_positions, sin_freq) = proofs[0], proofs[1]
-    if cos_positions is not sin_positions or not np.array_equal(cos_freq, sin_freq):
+    cosine, sine = proofs[0], proofs[1]
+    same = np.array_equal(cosine.inv_freq, sine.inv_freq)
+    if cosine.positions is not sine.positions or not same:
         return None
-    return _Proof(leaf.value, cos_positions, cos_freq)
+    if not np.array_equal(cosine.sections, sine.sections):
+        return None
+    return _Proof(leaf.value, cosine.positions, cosine.inv_freq, cosine.sections)
 
 
 def _of_leaf(value: SSAValue, leaf: SSAValue, binding: Binding) -> Index | None:
@@ -262,13 +291,23 @@ def _positions(value: SSAValue) -> SSAValue | None:
     return source if role_of_argument(source) == "positions" else None
 
 
-def _frequencies(
-    table: _Table, row: Index, column: Index, half: int
-) -> tuple[SSAValue, Array] | None:
-    """Return positions and frequencies if the table is position[row] * inv_freq[column]."""
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """What the columns of a table are: their frequency, and the row of positions they read."""
+
+    positions: SSAValue
+    inv_freq: Array
+    sections: Index
+
+
+def _frequencies(table: _Table, row: Index, column: Index, half: int, rows: int) -> _Columns | None:
+    """Return the columns if the table is position[section[column]][row] * inv_freq[column]."""
     inv_freq = np.zeros(half, table.frequency.dtype)
+    sections = np.zeros(half, np.int64)
     inv_freq[column] = table.frequency
+    sections[column] = table.position // rows
+    wanted = sections[column] * rows + row
     same = np.array_equal(table.frequency, inv_freq[column])
-    if not same or not np.array_equal(table.position, row):
+    if not same or not np.array_equal(table.position, wanted):
         return None
-    return table.positions, inv_freq
+    return _Columns(table.positions, inv_freq, sections)

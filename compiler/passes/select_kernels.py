@@ -38,11 +38,11 @@ from compiler.passes.functions import (
 )
 from compiler.passes.kernel_rows import ROWS, append_only
 from compiler.passes.matrices import matrix_type, rows_of
-from compiler.passes.pipeline_spec import FAMILY_GRAPH
+from compiler.passes.pipeline_spec import FAMILY_GRAPH, POSITION_ROWS
 from compiler.passes.reference_select import has_reference, materialised, select_reference
 from compiler.passes.selection import Selection, refuse
 
-COLUMN_ROLES: Final = frozenset({"token_ids", "positions"})
+COLUMN_ROLES: Final = frozenset({"token_ids", *POSITION_ROWS})
 
 
 @dataclass(frozen=True)

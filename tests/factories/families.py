@@ -25,7 +25,8 @@ class Vlm:
         partial_rotary: Share of a head that is rotated.
         class_token: Whether vision has one (dropped before the projector).
         queries: Learned queries of a resampler; 0 = an MLP projects every patch.
-        positions: `input` (position_ids) or `computed` from the attention mask.
+        positions: `input` (position_ids), `computed` from the attention mask, or `rows`: time,
+            height and width, each rotating its sections of a head.
     """
 
     side: int = 8
@@ -62,6 +63,7 @@ LLAVA_PHI = Vlm(norm="layer", act="gelu", bias=True)
 MOBILE_VLM = Vlm(kv_heads=1, positions="computed")
 MINICPM_V = Vlm(class_token=False, queries=3)
 QWEN_VL = Vlm(kv_heads=1, bias=True, class_token=False)
+QWEN_VL_ROWS = Vlm(kv_heads=1, bias=True, class_token=False, positions="rows")
 
 
 def norm(b: GraphBuilder, x: str, width: int, kind: str) -> str:
@@ -204,6 +206,22 @@ def rope(b: GraphBuilder, position_rows: str, shape: Vlm) -> tuple[str, str]:
     return tuple(b.op("Unsqueeze", b.op(kind, angle), b.ints(1)) for kind in ("Cos", "Sin"))
 
 
+def rope_of_rows(b: GraphBuilder, shape: Vlm) -> tuple[str, str]:
+    """Cosine and sine (1, 1, T, head size) of positions (3, 1, T), as Qwen2-VL's sections."""
+    half = shape.head_dim // 2
+    sections = [half - 2 * (half // 3), half // 3, half // 3] * 2
+    row = b.op("Unsqueeze", b.op("Cast", "position_ids", to=TensorProto.FLOAT), b.ints(2))
+    frequencies = b.const((100.0 ** -(np.arange(half) / half)).reshape(1, 1, half, 1))
+    angle = b.op("Transpose", b.op("MatMul", frequencies, row), perm=[0, 1, 3, 2])
+    angle = b.op("Concat", angle, angle, axis=-1)
+    tables = []
+    for kind in ("Cos", "Sin"):
+        pieces = b.ops("Split", b.op(kind, angle), b.ints(*sections), count=6, axis=-1)
+        taken = [b.op("Gather", p, b.const(at % 3, "int64"), axis=0) for at, p in enumerate(pieces)]
+        tables.append(b.op("Unsqueeze", b.op("Concat", *taken, axis=-1), b.ints(1)))
+    return tables[0], tables[1]
+
+
 def rotate(b: GraphBuilder, x: str, tables: tuple[str, str], shape: Vlm) -> str:
     half, axes, one = shape.head_dim // 2, b.ints(3), b.ints(1)
     first = b.op("Slice", x, b.ints(0), b.ints(half), axes, one)
@@ -242,7 +260,8 @@ def decoder(shape: Vlm) -> onnx.ModelProto:
     positions = (
         b.op("Unsqueeze", here, b.ints(0)) if shape.positions == "computed" else "position_ids"
     )
-    tables = rope(b, positions, shape)
+    rows = shape.positions == "rows"
+    tables = rope_of_rows(b, shape) if rows else rope(b, positions, shape)
     outputs: dict[str, str] = {}
     for layer in range(shape.layers):
         h = norm(b, x, shape.width, shape.norm)
@@ -272,8 +291,9 @@ def decoder_inputs(shape: Vlm) -> dict[str, tuple[str, Sequence[int | str]]]:
         "inputs_embeds": ("float32", ("batch", "sequence", shape.width)),
         "attention_mask": ("int64", ("batch", "total")),
     }
-    if shape.positions == "input":
-        inputs["position_ids"] = ("int64", ("batch", "sequence"))
+    if shape.positions != "computed":
+        rows = (3,) if shape.positions == "rows" else ()
+        inputs["position_ids"] = ("int64", (*rows, "batch", "sequence"))
     for layer in range(shape.layers):
         inputs |= {past_name(layer, part): past for part in ("key", "value")}
     return inputs
@@ -437,7 +457,7 @@ def write_ort_genai(
         for kind, name in (("past", "past_key_values"),)
     }
     inputs = {"inputs_embeds": "inputs_embeds", "attention_mask": "attention_mask", **caches}
-    if shape.positions == "input":
+    if shape.positions != "computed":
         inputs["position_ids"] = "position_ids"
     config = {
         "model": {

@@ -19,6 +19,7 @@ from tests.factories.families import (
     LLAVA_PHI,
     MOBILE_VLM,
     QWEN_VL,
+    QWEN_VL_ROWS,
     TEMPLATE,
     Vlm,
     genai_decoder,
@@ -54,15 +55,16 @@ class Original:
         feeds = {"input_ids": ids[None]}
         if len(part.get_inputs()) > 1:
             count = int((ids == self.shape.image_token).sum())
-            return part.run(None, {**feeds, "image_features": features[0][:count]})[0]
+            shown = features[0][:count] if count else np.zeros((0, self.shape.width), np.float32)
+            return part.run(None, {**feeds, "image_features": shown})[0]
         (rows,) = part.run(None, feeds)
         rows[0, ids == self.shape.image_token] = features[0][
             : (ids == self.shape.image_token).sum()
         ]
         return rows
 
-    def decode(self, embeds: Array) -> Array:
-        """Return the logits of the last row."""
+    def decode(self, embeds: Array, positions: Array) -> Array:
+        """Return the logits of the last row; positions are (3, rows)."""
         (part,) = self.parts["decoder"]
         shape = self.shape
         names = [past_name(layer, p) for layer in range(shape.layers) for p in ("key", "value")]
@@ -72,7 +74,7 @@ class Original:
         feeds = {
             "inputs_embeds": embeds,
             "attention_mask": np.ones((1, past + rows), np.int64),
-            "position_ids": np.arange(past, past + rows)[None],
+            "position_ids": positions[:, None] if shape.positions == "rows" else positions[:1],
             "use_cache_branch": np.array([True]),
             **{name: self.cache.get(name, empty) for name in names},
         }
@@ -88,39 +90,51 @@ class Ours:
 
     def __init__(self, module: Module, shape: Vlm) -> None:
         self.runner = Simulator(module, mode="f64")
-        self.shape = shape
+        self.inputs = {p.name: set(p.inputs) for p in module.programs}
 
-    def see(self, pixels: Array) -> None:
-        at, count = self.runner.kv_length, self.shape.image_tokens
-        positions = np.arange(at, at + count)[:, None]
-        self.runner.run_arrays("see", {"image": pixels.reshape(1, -1), "positions": positions})
+    def see(self, pixels: Array, positions: Array) -> None:
+        roles = ("positions", "positions_height", "positions_width")
+        rows = {r: p[:, None] for r, p in zip(roles, positions, strict=True)}
+        feeds = {"image": pixels.reshape(1, -1), **rows}
+        self.runner.run_arrays("see", {r: x for r, x in feeds.items() if r in self.inputs["see"]})
 
-    def step(self, ids: list[int]) -> Array:
-        at = self.runner.kv_length
-        feeds = {
-            "token_ids": np.array(ids)[:, None],
-            "positions": np.arange(at, at + len(ids))[:, None],
-        }
+    def step(self, ids: list[int], positions: Array) -> Array:
+        feeds = {"token_ids": np.array(ids)[:, None], "positions": positions[0][:, None]}
         return self.runner.run_arrays("step", feeds)["logits"][0]
+
+
+def text_positions(at: int, count: int) -> Array:
+    return np.tile(np.arange(at, at + count), (3, 1))
+
+
+def picture_positions(at: int, shape: Vlm) -> Array:
+    if shape.positions != "rows":
+        return text_positions(at, shape.image_tokens)
+    number, side = np.arange(shape.image_tokens), shape.side // shape.patch
+    return at + np.stack([0 * number, number // side, number % side])
 
 
 def compare(module: Module, original: Original, shape: Vlm, before: list[int]) -> float:
     """Show a picture between two texts, decode three tokens; return the greatest difference."""
     pixels = np.random.default_rng(3).integers(0, 256, (shape.side, shape.side, 3)).astype(np.uint8)
     after = [4, 7, 2]
+    picture = picture_positions(len(before), shape)
+    tail = text_positions(int(picture.max()) + 1, len(after))
     ours = Ours(module, shape)
     if before:
-        ours.step(before)
-    ours.see(pixels)
+        ours.step(before, text_positions(0, len(before)))
+    ours.see(pixels, picture)
     ids = np.array([*before, *[shape.image_token] * shape.image_tokens, *after])
-    features = original.see(pixels)
+    embeds = original.embed(ids, original.see(pixels))
+    whole = np.concatenate([text_positions(0, len(before)), picture, tail], axis=1)
+    found, wanted = ours.step(after, tail), original.decode(embeds, whole)
     differences, scale = [], 0.0
-    found, wanted = ours.step(after), original.decode(original.embed(ids, features))
-    for token in (5, 9, 3):
+    for number, token in enumerate((5, 9, 3)):
         differences.append(np.abs(found - wanted).max())
         scale = max(scale, np.abs(wanted).max())
-        found = ours.step([token])
-        wanted = original.decode(original.embed(np.array([token]), features))
+        here = text_positions(int(tail.max()) + 1 + number, 1)
+        found = ours.step([token], here)
+        wanted = original.decode(original.embed(np.array([token]), np.zeros((1, 0, 1))), here)
     return float(max(differences) / scale)
 
 
@@ -158,6 +172,7 @@ FAMILIES = {
     "llava-phi": (ort_genai, LLAVA_PHI),
     "llava-phi-js": (transformers_js, LLAVA_PHI),
     "mobile-vlm": (transformers_js, MOBILE_VLM),
+    "qwen-vl": (ort_genai, QWEN_VL_ROWS),
     "merged": (merged, MOBILE_VLM),
     "fused": (fused(), variant(MOBILE_VLM, width=32)),
     "fused-packed": (fused(packed=True), variant(QWEN_VL, width=32)),
@@ -171,7 +186,7 @@ def test_it_answers_as_onnx_runtime_does(tmp_path: Path, name: str) -> None:
     files = layout(tmp_path / "source", shape)
     spec = write_family_submission(tmp_path / "source", tmp_path / "out", OPTIONS)
     assert spec.tokens is not None
-    assert spec.tokens.position_base == shape.image_tokens
+    assert spec.tokens.position_base == int(picture_positions(0, shape).max()) + 1
     module = lowered(tmp_path / "out").module
     assert module.kv == KvCache(shape.layers, shape.kv_heads, shape.head_dim, 32)
     for before in ([], [6, 1]):
