@@ -12,12 +12,13 @@ they differ, the graph stays as it is and a note says so. Experts that a router 
 file does not hold cannot be repaired: `MissingExpertsError` names them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import numpy as np
 import onnx
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from compiler.errors import UserModelError
 from compiler.frontend.graph_view import GraphView, extract, router_shape, widths
@@ -25,11 +26,12 @@ from compiler.frontend.moe_batch import Batch, BodyError
 from compiler.frontend.moe_regions import Region, find_regions
 from compiler.frontend.onnx_file import opset_of
 from compiler.frontend.values import Array
-from compiler.passes.judge import agrees, run_model, sample_choices, sample_rows
+from compiler.passes.judge import Run, agrees, ready, sample_choices, sample_rows
 
 RUNS: Final = 24
 """The most runs of one judgement; each covers as many experts as were traced."""
 SCALES: Final = (1.0, 6.0)
+FED_BYTES: Final = 1 << 16
 _SIGNS: Final = frozenset({"OneHot", "Equal", "Loop", "If"})
 
 
@@ -139,6 +141,7 @@ def _judged(model: onnx.ModelProto, region: Region, batch: Batch, sizes: _Sizes)
     )
     written = (batch.nodes, batch.initializers)
     pool, hit = _hits(region, sizes)
+    runners: list[Run | None] = []
     runs = min(RUNS, 2 + 2 * len(pool) // hit)
     for run in range(runs):
         rows = max(4, -(-hit // sizes.k) + 1)
@@ -146,9 +149,13 @@ def _judged(model: onnx.ModelProto, region: Region, batch: Batch, sizes: _Sizes)
         places, gate = sample_choices(rows, sizes.k, hit, run)
         index = np.sort(np.roll(pool, run * hit)[:hit])[places]
         feeds = {region.x: x, region.index: index, region.gate: gate}
-        found = _run(model, source, region.result, feeds)
-        wanted = _run(model, written, f"{batch.prefix}result", feeds)
-        if found is None or wanted is None or not agrees(wanted, found):
+        if not runners:
+            runners = [
+                _ready(model, source, region.result, feeds),
+                _ready(model, written, f"{batch.prefix}result", feeds),
+            ]
+        found, wanted = (None if run is None else run(feeds) for run in runners)
+        if found is None or wanted is None or not agrees(wanted[0], found[0]):
             return False
     return True
 
@@ -169,25 +176,32 @@ def _hits(region: Region, sizes: _Sizes) -> tuple[Array, int]:
     return pool, len(region.bodies) if traced else len(pool)
 
 
-def _run(
+def _ready(
     model: onnx.ModelProto,
     part: tuple[list[onnx.NodeProto], list[onnx.TensorProto]],
     output: str,
-    feeds: dict[str, Array],
-) -> Array | None:
+    examples: Mapping[str, Array],
+) -> Run | None:
+    """Load a part of a model; large initializers are fed, a model may not exceed 2 GiB."""
     nodes, initializers = part
+    fed = {
+        tensor.name: numpy_helper.to_array(tensor)
+        for tensor in initializers
+        if tensor.ByteSize() > FED_BYTES
+    }
     inputs = [
         helper.make_tensor_value_info(
             name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape
         )
-        for name, array in feeds.items()
+        for name, array in {**examples, **fed}.items()
     ]
     result = helper.make_tensor_value_info(output, onnx.TensorProto.FLOAT, None)
-    graph = helper.make_graph(nodes, "part", inputs, [result], initializers)
+    kept = [tensor for tensor in initializers if tensor.name not in fed]
+    graph = helper.make_graph(nodes, "part", inputs, [result], kept)
     imports = [helper.make_opsetid("", opset_of(model))]
     piece = helper.make_model(graph, opset_imports=imports, ir_version=min(model.ir_version, 10))
-    found = run_model(piece, feeds)
-    return None if found is None else found[0]
+    run = ready(piece)
+    return None if run is None else lambda feeds: run({**feeds, **fed})
 
 
 def _splice(graph: onnx.GraphProto, region: Region, batch: Batch) -> None:

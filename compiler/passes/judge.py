@@ -5,7 +5,8 @@ expert is among them, and the greatest difference may not exceed `TOLERANCE` of 
 result. A source that ONNX Runtime refuses to run has no judge, and is not raised.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from xdsl.ir import SSAValue
 
 from compiler.analysis.constants import Array, ConstantTable
 from compiler.dialects.dims import Binding
+from compiler.dialects.types import dtype_of, sizes_at
 from compiler.passes.slices import SliceModel, backward
 
 TOLERANCE: Final = 1e-4
@@ -22,8 +24,12 @@ PAST_ROWS: Final = 3
 """P, where a slice's sizes mention it."""
 
 
-def run_model(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array] | None:
-    """Run a model in ONNX Runtime, in this process, on one thread; None if it refuses to."""
+Run = Callable[[Mapping[str, Array]], list[Array] | None]
+"""Runs a model that is ready; None if ONNX Runtime refuses."""
+
+
+def ready(model: onnx.ModelProto) -> Run | None:
+    """Load a model in ONNX Runtime, in this process, on one thread; None if it refuses to."""
     import onnxruntime  # costs 0.1 s, and most models need no judge
 
     options = onnxruntime.SessionOptions()
@@ -34,10 +40,56 @@ def run_model(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array]
         session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-        found: list[Array] = session.run(None, dict(feeds))
     except Exception:  # noqa: BLE001 - the runtime's errors have no common root of their own
         return None
-    return found
+
+    def run(feeds: Mapping[str, Array]) -> list[Array] | None:
+        try:
+            found: list[Array] = session.run(None, dict(feeds))
+        except Exception:  # noqa: BLE001 - as above
+            return None
+        return found
+
+    return run
+
+
+def run_model(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array] | None:
+    """Load and run a model once."""
+    run = ready(model)
+    return None if run is None else run(feeds)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Imported operations, ready to run for inputs of one size."""
+
+    run_feeds: Run
+    inputs: tuple[SSAValue, ...]
+    constants: Mapping[str, Array]
+
+    def run(self, arrays: Sequence[Array]) -> list[Array] | None:
+        """Return one array per output for arrays in the order of the inputs."""
+        feeds = {f"in{at}": array for at, array in enumerate(arrays)}
+        return self.run_feeds({**feeds, **self.constants})
+
+
+def source_of(
+    outputs: Sequence[SSAValue],
+    inputs: Sequence[SSAValue],
+    constants: ConstantTable,
+    binding: Binding,
+) -> Source | None:
+    """Return the operations between `inputs` and `outputs`, ready to run; None if none can."""
+    operations = backward(outputs, list(inputs))
+    if operations is None:
+        return None
+    examples = {v: np.zeros(sizes_at(v, binding), dtype_of(v)) for v in inputs}
+    model, feeds = SliceModel(constants, binding).build(operations, examples, outputs)
+    run = ready(model)
+    if run is None:
+        return None
+    kept = {name: array for name, array in feeds.items() if int(name[2:]) >= len(inputs)}
+    return Source(run, tuple(inputs), kept)
 
 
 def run_source(
@@ -57,11 +109,8 @@ def run_source(
     Returns:
         One array per output, or None if there is no way to run them.
     """
-    operations = backward(outputs, list(inputs))
-    if operations is None:
-        return None
-    model, feeds = SliceModel(constants, binding).build(operations, inputs, outputs)
-    return run_model(model, feeds)
+    source = source_of(outputs, list(inputs), constants, binding)
+    return None if source is None else source.run(list(inputs.values()))
 
 
 def agrees(found: Array, wanted: Array) -> bool:

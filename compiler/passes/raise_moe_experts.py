@@ -36,7 +36,7 @@ from compiler.dialects.types import shape_of, sizes_at
 from compiler.passes.base import PassContext, PassResult
 from compiler.passes.functions import functions, operations
 from compiler.passes.hypotheses import expert_candidates
-from compiler.passes.judge import agrees, bind, run_source, sample_choices, sample_rows
+from compiler.passes.judge import agrees, bind, sample_choices, sample_rows, source_of
 from compiler.passes.match import attr, onnx
 from compiler.passes.match_experts import (
     Reach,
@@ -205,14 +205,20 @@ def judged(mixture: _Mixture, constants: ConstantTable) -> Experts | None:
     )
     rows = _rows(mixture)
     runs = min(MAX_RUNS, len(SCALES) + mixture.experts // (rows * mixture.k))
-    for run in range(runs):
+    binding = bind(rows)
+    inputs = (mixture.x, mixture.index, mixture.gate)
+    source = source_of([mixture.total.outputs[0]], inputs, constants, binding)
+    for run in range(runs if source is not None else 0):
+        assert source is not None
         x = sample_rows(rows, mixture.last.shape[1], run, SCALES[run % len(SCALES)])
         index, gate = sample_choices(rows, mixture.k, mixture.experts, run)
-        wanted = _source(mixture, constants, x, index, gate)
-        if wanted is None:
+        shaped = zip(inputs, (x, index, gate), strict=True)
+        found = source.run([array.reshape(sizes_at(value, binding)) for value, array in shaped])
+        if found is None or found[0].size != x.size:
             return None
+        wanted = found[0].reshape(x.shape)
         left = [c for c in left if agrees(mix(c, x, index, gate), wanted)]
-    return left[0] if left else None
+    return left[0] if left and source is not None else None
 
 
 def _rows(mixture: _Mixture) -> int:
@@ -223,18 +229,6 @@ def _rows(mixture: _Mixture) -> int:
         return tokens.constant
     gathered = mixture.k * sum(w[0].nbytes for w in (*mixture.first, mixture.last))
     return int(max(2, min(12, GATHERED_BYTES // max(gathered, 1))))
-
-
-def _source(
-    mixture: _Mixture, constants: ConstantTable, x: Array, index: Array, gate: Array
-) -> Array | None:
-    binding = bind(len(x))
-    feeds = {
-        value: array.reshape(sizes_at(value, binding))
-        for value, array in ((mixture.x, x), (mixture.index, index), (mixture.gate, gate))
-    }
-    found = run_source([mixture.total.outputs[0]], feeds, constants, binding)
-    return None if found is None or found[0].size != x.size else found[0].reshape(x.shape)
 
 
 def _emit(mixture: _Mixture, found: Experts, ctx: PassContext) -> None:

@@ -13,6 +13,8 @@ from compiler.passes.base import Pass, PassContext
 from compiler.passes.functions import functions, operations
 from compiler.passes.inject_masks import InjectMasks, encode_masks
 from compiler.passes.pipeline import STAGES
+from tests.factories.moe_contrib import contrib
+from tests.factories.moe_shapes import Mix
 from tests.factories.onnx_blocks import (
     GraphBuilder,
     elementwise_block,
@@ -81,7 +83,9 @@ CASES: Mapping[str, Writer] = {
     "raise-linear": lambda d: write_block(d, gemm_block),
     "raise-rope": lambda d: write_tiny(d, SMALL),
     "raise-moe-native": lambda d: write_block(d, native_moe_block),
-    "raise-moe-gather": lambda d: write_block(d, moe_block()),
+    "raise-moe-contrib": lambda d: write_block(d, contrib(Mix()), width=Mix().width),
+    "raise-moe-experts": lambda d: write_block(d, moe_block()),
+    "raise-moe-router": lambda d: write_block(d, moe_block()),
     "raise-attention": lambda d: write_tiny(d, SMALL),
     "raise-cache": lambda d: write_tiny(d, SMALL),
     "raise-prune": lambda d: write_tiny(d, SMALL),
