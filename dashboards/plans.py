@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dashboards.reports import ReportTable, cell_text
+from dashboards.reports import ReportTable, cell_text, report_of
 
-KEYS: Final = frozenset({"explained", "picture"})
+KEYS: Final = frozenset({"explained", "picture", "sparsity"})
 """Parts of a report that this module shows; the rest is for `dashboards.reports`."""
 MAX_ITEMS: Final = 2_000
 MAX_PIXELS: Final = 100_000
@@ -25,6 +25,11 @@ LEGEND: Final = (
     ("move", "moves data only"),
     ("reference", "reference kernel"),
 )
+_SPARSITY: Final[Mapping[str, str]] = {
+    "operations": "work that zeros save",
+    "tensors": "zeros of its tensors",
+    "sources": "where sparsity comes from",
+}
 _PATH: Final = re.compile(r"[MCHV0-9 ]{2,200}")
 _COLUMNS: Final = (
     *("Calls", "Operation", "Fused", "Shape", "Computed of dense", "Why the rest may be left out"),
@@ -113,6 +118,20 @@ def plan_tables(report: object) -> tuple[ReportTable, ...]:
         for name, program in programs.items()
         if isinstance(program, Mapping)
     )
+
+
+def sparsity_tables(report: object) -> tuple[ReportTable, ...]:
+    """Return, per program, tables of zeros: their sources, where they are, what they save."""
+    found = report.get("sparsity") if isinstance(report, Mapping) else None
+    if not isinstance(found, Mapping):
+        return ()
+    named = {
+        f"Program {name}, {title}": rows.get(key)
+        for name, rows in found.items()
+        if isinstance(rows, Mapping)
+        for key, title in _SPARSITY.items()
+    }
+    return report_of({title: rows for title, rows in named.items() if rows}).tables
 
 
 def _table(name: str, program: Mapping[str, object]) -> ReportTable:

@@ -15,7 +15,7 @@ from tests.factories.modules import small_decoder
 
 @cache
 def explained_report() -> dict[str, Any]:
-    """Return the parts `explained` and `picture` of a report."""
+    """Return the parts `explained`, `picture` and `sparsity` of a report."""
     module = small_decoder(9)
     emitted = emit_plan(module, weights_packed=pack_module(module).packed)
     plan = parse_plan(emitted.plan_bytes)
@@ -24,4 +24,19 @@ def explained_report() -> dict[str, Any]:
         for program in plan.programs
     }
     document = explain_document(plan, find_target("x86-64-v3"), SelfTest((), {}), times)
-    return {"explained": document, "picture": picture(document)}
+    sparsity = {
+        "step": {
+            "sources": [{"number": 0, "kind": "route", "granularity": "block"}],
+            "tensors": [],
+            "operations": [
+                {
+                    "operation": "24:moe.experts",
+                    "multiply_adds_dense": 524_288,
+                    "multiply_adds_least": 65_536,
+                    "multiply_adds_most": 65_536,
+                    "why": "2 of 16 experts",
+                }
+            ],
+        }
+    }
+    return {"explained": document, "picture": picture(document), "sparsity": sparsity}

@@ -56,6 +56,7 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
         f"verified on {manifest.verified_on}: {json.dumps(report.get('native_check', {}))}",
         *_stage_lines(report),
         *(line for name in explained["programs"] for line in _program_lines(name, explained)),
+        *_sparsity_lines(report),
         *_weight_lines(report),
         f"experts per layer: {json.dumps(report.get('experts', {}))}",
         *(f"note: {note}" for note in report.get("notes", ())),
@@ -119,6 +120,29 @@ def _row(calls: Sequence[Mapping[str, Any]], repeats: int) -> tuple[str, ...]:
         shown_bytes(sum(item["moved_bytes"] for item in calls)),
         f"{sum(item[key] for item in calls):.1%}",
     )
+
+
+def _sparsity_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Say which zeros were found in each program, and where they save work."""
+    for name, found in report.get("sparsity", {}).items():
+        tensors, sources = found["tensors"], found["sources"]
+        if not tensors and not sources:
+            continue
+        yield ""
+        yield f"sparsity of program {name}: {len(sources)} sources, {len(tensors)} tensors"
+        for source in sources:
+            yield f"  source {source['number']}: {source['kind']}, {source['granularity']}"
+        for row in tensors:
+            yield (
+                f"  {row['value']}: {row['level']}, {row['granularity']}, density "
+                f"{row['density_low']:.3f} to {row['density_high']:.3f}, "
+                f"{row['zeros']} of {row['elements']} proved zero"
+            )
+        for row in found["operations"]:
+            yield (
+                f"  {row['operation']}: at most {row['multiply_adds_most']} of "
+                f"{row['multiply_adds_dense']} multiply-adds, {row['why']}"
+            )
 
 
 def _weight_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -8,7 +8,15 @@ from django.test import Client
 from django.urls import reverse
 
 from builds.models import BuildJob
-from dashboards.plans import LEGEND, MAX_ITEMS, MAX_PIXELS, TONES, plan_picture, plan_tables
+from dashboards.plans import (
+    LEGEND,
+    MAX_ITEMS,
+    MAX_PIXELS,
+    TONES,
+    plan_picture,
+    plan_tables,
+    sparsity_tables,
+)
 from tests.factories.explained import explained_report
 from tests.unit.dashboards.world import World
 
@@ -36,6 +44,15 @@ def test_it_lists_every_call_in_a_table() -> None:
     cells = [cell for table in tables for row in table.rows for cell in row]
     assert any("experts" in cell and " of " in cell for cell in cells)
     assert any(cell.startswith("exact: the router") for cell in cells)
+
+
+def test_it_lists_the_zeros_that_were_found() -> None:
+    savings, sources = sparsity_tables(explained_report())
+    assert savings.title == "Program step, work that zeros save"
+    assert savings.rows == (("24:moe.experts", "524,288", "65,536", "65,536", "2 of 16 experts"),)
+    assert sources.title == "Program step, where sparsity comes from"
+    for report in (None, {}, {"sparsity": []}, {"sparsity": {"see": 3}}):
+        assert sparsity_tables(report) == ()
 
 
 HOSTILE = {

@@ -169,3 +169,14 @@ def test_it_writes_well_formed_svg_whatever_names_say(explained) -> None:
     assert {item.tag for item in root.iter()} <= {
         SVG + name for name in ("svg", "style", "rect", "path", "text", "g", "title")
     }
+
+
+def test_it_reports_what_the_analysis_proved(edgecard) -> None:
+    found = edgecard.report["sparsity"]
+    assert found.keys() == edgecard.report["explained"]["programs"].keys()
+    assert {source["kind"] for source in found["step"]["sources"]} == {"route"}
+    experts = [row for row in found["step"]["operations"] if "experts" in row["operation"]]
+    assert len(experts) == 4
+    for row in experts:
+        assert row["multiply_adds_most"] * 8 == row["multiply_adds_dense"]
+        assert row["why"] == "2 of 16 experts"

@@ -70,6 +70,7 @@ def _lowered() -> Lowered:
         ),
         "module {}",
         ("a note",),
+        '{"forward": {}}',
     )
 
 
@@ -82,6 +83,7 @@ def test_it_rebuilds_a_lowered_module() -> None:
         value.module.kv,
     )
     assert (found.ir_text, found.notes) == (value.ir_text, value.notes)
+    assert found.sparsity == value.sparsity
     for old, new in zip(value.module.weights, found.module.weights, strict=True):
         assert (new.id, new.kind, new.section) == (old.id, old.kind, old.section)
         assert new.array.dtype == old.array.dtype
