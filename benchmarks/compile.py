@@ -4,8 +4,9 @@
 
 Every measurement is a process of its own, as a person or a worker starts it: interpreter, imports,
 compilation and writing the bundle are all in the figure. `cold` begins with an empty cache,
-`one_expert` compiles a submission that differs from the cached one in one expert of one layer,
-`unchanged` the very same one, `second_target` the same one for another target. Processor time is
+`unchanged` compiles the very same submission, `one_expert` the weekly update: one expert of one
+layer has changed, and the grids are those of the bundle before, `second_target` the same submission
+for another target. Processor time is
 printed beside the wall time: on a busy machine it says what the wall time would be on an idle one.
 """
 
@@ -56,14 +57,17 @@ class Cost:
     peak_kib: int
 
 
-def compile_once(submission: Path, target: str, out: Path, cache: Path) -> Cost:
-    """Run `python -m compiler compile` once.
+def compile_once(
+    submission: Path, target: str, out: Path, cache: Path, base: Path | None = None
+) -> Cost:
+    """Run `python -m compiler compile` once, onto the grids of `base` if there is one.
 
     Raises:
         SystemExit: It failed.
     """
     command = [sys.executable, "-m", "compiler", "compile", str(submission), "--target", target]
     command += ["--out", str(out), "--cache", str(cache)]
+    command += ["--base", str(base)] if base else []
     start = perf_counter()
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -107,13 +111,14 @@ def measure(rounds: int = ROUNDS) -> list[Claim]:
             changed = shutil.copytree(original, folder / f"changed-{turn}")
             change_one_expert(changed, turn)
             situations = {
-                "cold": (original, here),
-                "unchanged": (original, here),
-                "one_expert": (changed, here),
-                "second_target": (original, other),
+                "cold": (original, here, None),
+                "unchanged": (original, here, None),
+                "one_expert": (changed, here, folder / "cold"),
+                "second_target": (original, other, None),
             }
-            for situation, (submission, target) in situations.items():
-                cost = compile_once(submission, target.id, folder / "out", cache)
+            for situation, (submission, target, base) in situations.items():
+                out = folder / situation
+                cost = compile_once(submission, target.id, out, cache, base)
                 costs[situation].append(cost)
     return [claim for situation, items in costs.items() for claim in _claims(situation, items)]
 
