@@ -2,12 +2,15 @@
 
 import json
 import shutil
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from compiler.driver import cli
+from compiler.driver.native_check import runs_here
+from compiler.hardware.targets import find_target
 from tests.factories.submissions import WIDTH, linear_submission
 
 TARGET = "x86-64-v1"
@@ -140,6 +143,32 @@ def test_it_prints_the_ir_of_a_stage(capsys, world) -> None:
     status, error = fails(capsys, "inspect", world / "one", "soup")
     assert status == cli.BAD_ARGUMENTS
     assert "memory" in error["hint"]
+
+
+def test_it_explains_a_bundle_in_text_json_and_a_picture(capsys, world, tmp_path) -> None:
+    drawing = tmp_path / "pictures" / "two.svg"
+    found = ask(capsys, "explain", world / "two", "--svg", drawing)
+    program = found["explained"]["programs"]["forward"]
+    assert [call["operation"] for call in program["calls"]] == ["LINEAR", "LINEAR"]
+    assert program["flops"] == sum(call["flops"] for call in program["calls"])
+    assert ElementTree.parse(drawing).getroot().tag.endswith("svg")
+    assert found["sparsity"].keys() == {"forward"}
+    assert cli.main(["explain", str(world / "two")]) == cli.OK
+    text = capsys.readouterr().out
+    assert "program forward, 1 tokens behind 0 rows" in text
+    assert f"shares of time: {found['explained']['shares']}" in text
+    assert "memory: arena" in text
+    (tmp_path / "file").write_text("")
+    status, _ = fails(capsys, "explain", world / "two", "--svg", tmp_path / "file" / "o.svg")
+    assert status == cli.BAD_ARGUMENTS
+
+
+def test_it_measures_again_when_asked(capsys, world) -> None:
+    if not runs_here(find_target(TARGET)):
+        pytest.skip("this machine cannot run the target")
+    found = ask(capsys, "explain", world / "one", "--measure")
+    assert found["explained"]["shares"] == "measured"
+    assert found["explained"]["programs"]["forward"]["measured_us"] > 0
 
 
 def test_it_compares_two_bundles(capsys, world) -> None:

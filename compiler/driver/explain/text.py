@@ -1,0 +1,138 @@
+"""A compile report as lines for a terminal; parts that a report does not have are left out."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import shorten
+from typing import Any, Final
+
+from compiler.driver.commands.base import shown_bytes, table
+from compiler.driver.explain.document import segments_of
+
+WORST_WEIGHTS: Final = 8
+MAX_FUSED: Final = 48
+_HEAD: Final = ("calls", "operation", "fused", "shape", "left out", "MFLOP", "moved", "share")
+_RIGHT: Final = frozenset({5, 6, 7})
+
+
+def explain_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> Iterator[str]:
+    """Yield everything that `explain` says below its heading.
+
+    Args:
+        report: The report beside a bundle.
+        explained: Its document about calls, or one made again.
+    """
+    yield from _stage_lines(report)
+    for name in explained["programs"]:
+        yield from _program_lines(name, explained)
+    yield from _sparsity_lines(report)
+    yield from _memory_lines(report)
+    yield from _routing_lines(report)
+    yield from _weight_lines(report)
+    yield f"experts per layer: {json.dumps(report.get('experts', {}))}"
+    for note in report.get("notes", ()):
+        yield f"note: {note}"
+
+
+def _stage_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    for row in report.get("stages", ()):
+        yield f"  {row['name']:<10} {row['seconds']:>8.3f} s{'  cached' * row['cached']}"
+
+
+def _program_lines(name: str, explained: Mapping[str, Any]) -> list[str]:
+    program = explained["programs"][name]
+    taken = program["measured_us"]
+    rows: list[tuple[str, ...]] = [_HEAD]
+    for part in segments_of(program):
+        for at in range(part.first, part.first + part.length):
+            calls = program["calls"][at : part.end : part.length]
+            rows.append(_row(calls, part.repeats))
+    saved = 1 - program["flops"] / max(1, program["dense_flops"])
+    return [
+        "",
+        f"program {name}, {program['tokens']} tokens behind {program['past_rows']} rows: "
+        f"{program['flops'] / 1e6:.2f} MFLOP, {saved:.1%} less than dense; "
+        f"{shown_bytes(program['moved_bytes'])} moved, dense {shown_bytes(program['dense_bytes'])}"
+        + (f"; {taken / 1e3:.3f} ms in calls" if taken is not None else ""),
+        f"shares of time: {explained['shares']}",
+        *table(rows, right=_RIGHT),
+    ]
+
+
+def _row(calls: Sequence[Mapping[str, Any]], repeats: int) -> tuple[str, ...]:
+    call = calls[0]
+    key = "expected_ratio" if call["measured_ratio"] is None else "measured_ratio"
+    sparsity = call["sparsity"]
+    left_out = ""
+    if sparsity is not None:
+        left_out = f"{sparsity['kept']} of {sparsity['of']} {sparsity['kind']}"
+    number = f"{call['call']}" + (f" x{repeats}" if repeats > 1 else "")
+    return (
+        number,
+        call["title"] + (" (reference)" if call["is_reference"] else ""),
+        shorten(", ".join(call["fused"]), MAX_FUSED, placeholder=" …"),
+        call["shape"],
+        left_out,
+        f"{sum(item['flops'] for item in calls) / 1e6:.3f}",
+        shown_bytes(sum(item["moved_bytes"] for item in calls)),
+        f"{sum(item[key] for item in calls):.1%}",
+    )
+
+
+def _sparsity_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Say which zeros were found in each program, and where they save work."""
+    for name, found in report.get("sparsity", {}).items():
+        tensors, sources = found["tensors"], found["sources"]
+        if not tensors and not sources:
+            continue
+        yield ""
+        yield f"sparsity of program {name}: {len(sources)} sources, {len(tensors)} tensors"
+        for source in sources:
+            yield f"  source {source['number']}: {source['kind']}, {source['granularity']}"
+        for row in tensors:
+            yield (
+                f"  {row['value']}: {row['level']}, {row['granularity']}, density "
+                f"{row['density_low']:.3f} to {row['density_high']:.3f}, "
+                f"{row['zeros']} of {row['elements']} proved zero"
+            )
+        for row in found["operations"]:
+            yield (
+                f"  {row['operation']}: at most {row['multiply_adds_most']} of "
+                f"{row['multiply_adds_dense']} multiply-adds, {row['why']}"
+            )
+
+
+def _weight_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    yield ""
+    for row in report.get("explain", ()):
+        size = f"{row['weight_bytes']:>9} B"
+        yield f"  {row['operation']:<14} {row['kernel']:<42} {size}  {row['why']}"
+    gains = [row["reduction"] for row in (report.get("calibration") or {}).values()]
+    if gains:
+        less = f"{sum(gains) / len(gains):.0%}"
+        yield f"  scales searched on calibration rows: {len(gains)} matrices, error {less} less"
+    worst = sorted(report.get("sqnr_db", {}).items(), key=lambda item: item[1])
+    for name, decibel in worst[:WORST_WEIGHTS]:
+        yield f"  {name:<24} {decibel:>6.2f} dB"
+
+
+def _memory_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    memory = report.get("memory")
+    if memory:
+        yield ""
+        yield (
+            f"memory: arena {shown_bytes(memory['arena_bytes'])}, at least "
+            f"{shown_bytes(memory['max_live_bytes'])} are needed; cache "
+            f"{shown_bytes(memory['kv_bytes'])}"
+        )
+
+
+def _routing_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Say what calibration learned about the routers: bits, entropy bands, groups."""
+    routing = report.get("routing")
+    if not routing:
+        return
+    bits = {name: row["bits"] for name, row in routing.get("router_bits", {}).items()}
+    yield f"router bits: {json.dumps(bits)}"
+    for at, band in enumerate(routing.get("bands", ())):
+        yield "entropy band " + f"{at}: " + ", ".join(f"{k} {v}" for k, v in band.items())
+    yield f"expert groups: {routing.get('groups', 0)}"
