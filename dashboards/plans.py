@@ -126,12 +126,18 @@ def sparsity_tables(report: object) -> tuple[ReportTable, ...]:
     if not isinstance(found, Mapping):
         return ()
     named = {
-        f"Program {name}, {title}": rows.get(key)
+        f"Program {name}, {title}": [row for row in _items(rows, key) if _saves(row)]
         for name, rows in found.items()
         if isinstance(rows, Mapping)
         for key, title in _SPARSITY.items()
     }
     return report_of({title: rows for title, rows in named.items() if rows}).tables
+
+
+def _saves(row: Mapping[str, object]) -> bool:
+    """Return whether a row of the analysis says more than that nothing is saved."""
+    dense = row.get("multiply_adds_dense")
+    return dense is None or row.get("multiply_adds_most") != dense
 
 
 def _table(name: str, program: Mapping[str, object]) -> ReportTable:

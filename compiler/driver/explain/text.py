@@ -94,7 +94,12 @@ def _sparsity_lines(report: Mapping[str, Any]) -> Iterator[str]:
                 f"{row['density_low']:.3f} to {row['density_high']:.3f}, "
                 f"{row['zeros']} of {row['elements']} proved zero"
             )
-        for row in found["operations"]:
+        saving = [
+            row
+            for row in found["operations"]
+            if row["multiply_adds_most"] < row["multiply_adds_dense"]
+        ]
+        for row in saving:
             yield (
                 f"  {row['operation']}: at most {row['multiply_adds_most']} of "
                 f"{row['multiply_adds_dense']} multiply-adds, {row['why']}"
