@@ -16,6 +16,7 @@ import onnx
 from compiler.dialects.dims import Binding, Dim, fit
 from compiler.dialects.types import is_supported_dtype
 from compiler.errors import MalformedModelError, UnsupportedOperatorError
+from compiler.frontend import weight_only
 from compiler.frontend.control_flow import CONTROL, MAX_TRIPS, LoopExpansion, branch, reads
 from compiler.frontend.fold_rules import ANNOUNCED
 from compiler.frontend.limits import FoldBudget
@@ -169,6 +170,8 @@ class _Walk:
         for proto in protos:
             if proto.op_type in CONTROL and proto.domain in DEFAULT_DOMAINS:
                 self._control(proto)
+            elif (proto.domain, proto.op_type) == (weight_only.DOMAIN, weight_only.OPERATOR):
+                self._weight_only(proto)
             else:
                 self._node(proto)
 
@@ -185,6 +188,36 @@ class _Walk:
         results = _evaluate_node(node, row, self.values, len(self.bindings), self.budget)
         self.values.update(zip(node.outputs, results, strict=False))
         self.nodes.append(node)
+
+    def _weight_only(self, proto: onnx.NodeProto) -> None:
+        """Replace a product with a packed matrix by one with what the matrix stands for."""
+        attrs = {a.name: onnx.helper.get_attribute_value(a) for a in proto.attribute}
+        x, packed, scales, zeros, order, bias = (*proto.input, "", "", "", "")[:6]
+        if order:
+            raise UnsupportedOperatorError(
+                f"operator {proto.op_type} (node {proto.name}): its groups are in another order"
+            )
+        try:
+            matrix = weight_only.dequantised(
+                self._decided(proto, packed),
+                self._decided(proto, scales),
+                self._decided(proto, zeros) if zeros else None,
+                size=(int(attrs["K"]), int(attrs["N"])),
+                bits=int(attrs.get("bits", 4)),
+                block=int(attrs["block_size"]),
+            )
+        except (ValueError, KeyError) as error:
+            raise MalformedModelError(
+                f"operator {proto.op_type} (node {proto.name}): {error}"
+            ) from error
+        (made,) = proto.output
+        weight = f"{made}/weight"
+        self.values[weight] = (Known(matrix),) * len(self.bindings)
+        product = f"{made}/product" if bias else made
+        nodes = [onnx.helper.make_node("MatMul", [x, weight], [product], name=proto.name)]
+        if bias:
+            nodes.append(onnx.helper.make_node("Add", [product, bias], [made], name=proto.name))
+        self.run(nodes)
 
     def _control(self, proto: onnx.NodeProto) -> None:
         self.expansions += 1

@@ -272,9 +272,11 @@ _ROWS: Final = (
     OnnxOperator("ai.sparsefleet::MoERouter", s.moe_router, None, {"k": REQUIRED}, arity=(4, 2)),
 )
 
+REPLACED: Final = ("If", "Loop", "com.microsoft::MatMulNBits")
+"""Operators that other nodes stand for after import (`control_flow`, `weight_only`)."""
 OPERATORS: Final[Mapping[str, OnnxOperator]] = MappingProxyType({row.name: row for row in _ROWS})
 
 
 def supported_operators() -> tuple[str, ...]:
     """Return the names of all operators the importer knows, sorted."""
-    return tuple(sorted(OPERATORS))
+    return tuple(sorted({*OPERATORS, *REPLACED}))

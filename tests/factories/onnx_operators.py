@@ -92,6 +92,8 @@ class OperatorCase:
         for info in typed.graph.output:
             if info.type.WhichOneof("value") is None:
                 info.type.CopyFrom(typed.graph.input[0].type)
+                if "N" in self.attrs:
+                    info.type.tensor_type.shape.dim[-1].dim_value = self.attrs["N"]
         return typed
 
     def arrays(self) -> dict[str, Array]:
@@ -363,6 +365,37 @@ QUANTISED: Sequence[OperatorCase] = (
         tolerance=0.005,
     ),
 )
+
+
+def packed_product(bits: int, block: int, *, zeros: bool) -> OperatorCase:
+    """Return x (3, 64) times a packed matrix of 64 x 8."""
+    k, n = 64, 8
+    blocks = k // block
+    weight = RANDOM.integers(0, 256, (n, blocks, block * bits // 8)).astype(np.uint8)
+    scales = (0.01 + RANDOM.random(n * blocks) / 20).astype(np.float32)
+    points: Operand = None
+    if zeros:
+        points = RANDOM.integers(0, 256, n * -(-blocks * bits // 8)).astype(np.uint8)
+    label = f"{bits}x{block}" + ("-zeros" if zeros else "")
+    return case(
+        *("MatMulNBits", f32(3, k), weight, scales, *((points,) if zeros else ())),
+        K=k,
+        N=n,
+        bits=bits,
+        block_size=block,
+        domain="com.microsoft",
+        label=label,
+    )
+
+
+PACKED: Sequence[OperatorCase] = (
+    packed_product(4, 16, zeros=False),
+    packed_product(4, 32, zeros=True),
+    packed_product(4, 64, zeros=True),
+    packed_product(8, 32, zeros=False),
+    packed_product(8, 16, zeros=True),
+    packed_product(2, 32, zeros=False),
+)
 SEQUENCE = f32(4, 2, 3)
 RECURRENT: Sequence[OperatorCase] = (
     case(
@@ -426,5 +459,6 @@ GROUPS: Mapping[str, Sequence[OperatorCase]] = {
     "network": NETWORK,
     "index": INDEX,
     "quantised": QUANTISED,
+    "packed": PACKED,
     "recurrent": RECURRENT,
 }
