@@ -88,22 +88,26 @@ def _specs() -> tuple[KernelSpec, ...]:
             tiled=True,
             uses=(Op.ROUTE, Op.EXPERTS),
         ),
-        KernelSpec(Op.REF_MOVE, "templates/ref_map.c.in"),
-        KernelSpec(Op.REF_MAP, "templates/ref_map.c.in"),
-        KernelSpec(Op.REF_REDUCE, "templates/ref_reduce.c.in"),
-        KernelSpec(Op.REF_CONTRACT, "templates/ref_contract.c.in"),
-        KernelSpec(Op.REF_CONV, "templates/ref_conv.c.in"),
-        KernelSpec(Op.REF_CONV_TRANSPOSE, "templates/ref_conv.c.in"),
-        KernelSpec(Op.REF_POOL, "templates/ref_reduce.c.in"),
-        KernelSpec(Op.REF_RESAMPLE, "templates/ref_reduce.c.in"),
-        KernelSpec(Op.REF_GATHER, "templates/ref_index.c.in"),
-        KernelSpec(Op.REF_SCATTER, "templates/ref_index.c.in"),
-        KernelSpec(Op.REF_TOPK, "templates/ref_index.c.in"),
-        KernelSpec(Op.REF_SCAN, "templates/ref_reduce.c.in"),
     )
 
 
-KERNELS: Final[Mapping[Op, KernelSpec]] = MappingProxyType({spec.op: spec for spec in _specs()})
+_REFERENCE: Final = (
+    KernelSpec(Op.REF_MOVE, "templates/ref_map.c.in"),
+    KernelSpec(Op.REF_MAP, "templates/ref_map.c.in"),
+    KernelSpec(Op.REF_REDUCE, "templates/ref_reduce.c.in"),
+    KernelSpec(Op.REF_CONTRACT, "templates/ref_contract.c.in"),
+    KernelSpec(Op.REF_CONV, "templates/ref_conv.c.in"),
+    KernelSpec(Op.REF_CONV_TRANSPOSE, "templates/ref_conv.c.in"),
+    KernelSpec(Op.REF_POOL, "templates/ref_reduce.c.in"),
+    KernelSpec(Op.REF_RESAMPLE, "templates/ref_reduce.c.in"),
+    KernelSpec(Op.REF_GATHER, "templates/ref_index.c.in"),
+    KernelSpec(Op.REF_SCATTER, "templates/ref_index.c.in"),
+    KernelSpec(Op.REF_TOPK, "templates/ref_index.c.in"),
+    KernelSpec(Op.REF_SCAN, "templates/ref_reduce.c.in"),
+)
+KERNELS: Final[Mapping[Op, KernelSpec]] = MappingProxyType(
+    {spec.op: spec for spec in (*_specs(), *_REFERENCE)}
+)
 BINARY_SIGNS: Final[Mapping[str, str]] = MappingProxyType(
     {"ADD": "+", "MUL": "*", "SUB": "-", "DIV": "/"}
 )
