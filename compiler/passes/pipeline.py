@@ -20,6 +20,7 @@ from compiler.passes.compose import Compose
 from compiler.passes.decompose_moe import DecomposeMoe
 from compiler.passes.derive_structure import DeriveStructure
 from compiler.passes.detect_sources import DetectSources
+from compiler.passes.drop_dead_channels import DropDeadChannels
 from compiler.passes.functions import functions
 from compiler.passes.fuse_groups import FuseGroups
 from compiler.passes.inject_masks import InjectMasks
@@ -56,6 +57,7 @@ RAISING: Final[tuple[Pass, ...]] = (
     RaisePrune(),
     RaiseConv(),
     RaiseElementwise(),
+    DropDeadChannels(),
     Canonicalise(),
 )
 COMPOSING: Final[tuple[Pass, ...]] = (

@@ -62,6 +62,16 @@ def tiles_block(b: GraphBuilder, x: str) -> str:
     return b.op("MatMul", b.op("Mul", wide, up), b.weight(32, 8))
 
 
+def dead_channel_block(b: GraphBuilder, x: str) -> str:
+    """Two linear layers; one hidden channel is never read, one is always zero."""
+    w_in, w_out = (0.1 * np.arange(1, 49, dtype=np.float32) for _ in range(2))
+    w_in, w_out = w_in.reshape(8, 6), w_out.reshape(6, 8)
+    w_in[:, 1], w_out[4] = 0, 0
+    bias = np.float32([0.1, -0.5, 0.2, 0.3, 0.4, 0.5])
+    hidden = b.op("Add", b.op("MatMul", x, b.const(w_in)), b.const(bias))
+    return b.op("MatMul", b.op("Relu", hidden), b.const(w_out))
+
+
 Writer = Callable[[Path], Path]
 
 TINY_PART: Mapping[str, str] = {
@@ -91,6 +101,7 @@ CASES: Mapping[str, Writer] = {
     "raise-prune": lambda d: write_tiny(d, SMALL),
     "raise-conv": lambda d: write_tiny(d, SMALL),
     "raise-elementwise": lambda d: write_block(d, elementwise_block),
+    "drop-dead-channels": lambda d: write_block(d, dead_channel_block),
     "adapt-pruning": lambda d: write_pruned(d, SMALL, p=0.7, merge=1),
     "compose": lambda d: write_tiny(d, SMALL),
     "last-row": lambda d: write_tiny(d, SMALL),
