@@ -62,7 +62,7 @@ class DropDeadChannels:
 
 def silent_rows(weight: Array, bias: Array | None, act: str) -> Mask:
     """Return (F,) whether `act(weight @ x + bias)` is zero for every finite x; weight (F, D)."""
-    zero: Mask = ~weight.any(axis=1)
+    zero: Mask = np.logical_not(weight.any(axis=1))
     if bias is None:
         return zero
     return zero & ((bias <= 0) if act == "relu" else (bias == 0))
