@@ -27,6 +27,7 @@ EPILOG: Final = (
 _PACKAGE: Final = "compiler.driver.commands"
 COMMANDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
+        "import": ("import_model", "make a submission of an ONNX file"),
         "compile": ("compile_submission", "compile a submission directory into a bundle"),
         "explain": ("explain", "say what was found, fused and chosen, and what it costs"),
         "targets": ("targets", "list the targets"),

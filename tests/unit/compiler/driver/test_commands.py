@@ -171,6 +171,34 @@ def test_it_measures_again_when_asked(capsys, world) -> None:
     assert found["explained"]["programs"]["forward"]["measured_us"] > 0
 
 
+def test_it_imports_an_onnx_file_and_compiles_what_it_wrote(capsys, world, tmp_path) -> None:
+    source = world / "one-submission" / "m.onnx"
+    found = ask(capsys, "import", source, "--out", tmp_path / "s", "--dim", "T=4")
+    (component,) = found["components"].values()
+    assert component["inputs"].keys() == {"x"}
+    assert component["outputs"].keys() == {"y"}
+    done = ask(
+        *(capsys, "compile", tmp_path / "s", "--target", TARGET, "--out", tmp_path / "o"),
+        *("--cache", world / "cache"),
+    )
+    assert done["sections"] >= 5
+
+
+def test_it_says_what_an_import_lacks(capsys, world, tmp_path) -> None:
+    source = world / "one-submission" / "m.onnx"
+    for option in ("--dim=T", "--dim=T=four", "--dim==4", "--constant=x=much"):
+        status, error = fails(capsys, "import", source, "--out", tmp_path / "s", option)
+        assert status == cli.BAD_ARGUMENTS
+        assert "for example" in error["hint"]
+    status, error = fails(capsys, "import", tmp_path / "none.onnx", "--out", tmp_path / "s")
+    assert status == cli.USER_FAULT
+    status, error = fails(
+        capsys, "import", source, "--out", tmp_path / "s", "--dim", "T=4", "--dim", "U=3"
+    )
+    assert status == cli.USER_FAULT
+    assert "U" in error["message"]
+
+
 def test_it_compares_two_bundles(capsys, world) -> None:
     same = ask(capsys, "diff", world / "one", world / "one")
     assert same["sections"] == same["plan"] == []
