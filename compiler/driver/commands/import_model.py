@@ -86,7 +86,7 @@ def _pairs(texts: Sequence[str], option: str, kind: type[Number]) -> Mapping[str
 COMMAND = Command(
     description=(
         "Make a submission of an ONNX file: pipeline.json with every input and output in its\n"
-        "role, and the file beside it. Axes that the file leaves open are listed if no size is given."
+        "role, and the file beside it. Axes left open are listed if no size is given."
     ),
     example="import model.onnx --out build/submission --dim batch=1 --constant threshold=0.5",
     add_arguments=_arguments,
