@@ -88,13 +88,16 @@ def make_portable(
         **learned.facts,
         **_pass_facts(lowered),
     }
-    sections = {**emitted.sections, **learned.sections}
+    sections = {**emitted.sections, **learned.sections, **_schedule_section(learned.module)}
     sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
-    steps = schedule_ops(learned.module)
-    if steps:
-        sections[SCHEDULE] = schedule_of(steps).to_bytes()
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     return Portable(sections, emitted.planes, lowered.ir_text, facts)
+
+
+def _schedule_section(module: Module) -> dict[str, bytes]:
+    """Return the order in which experts are loaded, if the module has any."""
+    steps = schedule_ops(module)
+    return {SCHEDULE: schedule_of(steps).to_bytes()} if steps else {}
 
 
 def _plan_facts(plan: Plan, emitted: EmittedPlan) -> dict[str, Json]:
