@@ -1,20 +1,31 @@
-"""`import`: a submission directory for one ONNX file, what it leaves open given on the line."""
+"""`import`: a submission of one ONNX file, or of a directory in the layout of a multimodal family.
+
+What the files leave open is given on the line; an option of the other kind of source is refused.
+"""
 
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from compiler.contract.canonical import Json
 from compiler.driver.commands.base import Answer, Command, Console, UsageError, require_writable
 from compiler.frontend.describe import write_submission
-from compiler.passes.pipeline_spec import QUANTISE_NONE
+from compiler.frontend.families import FamilyOptions, write_family_submission
+from compiler.passes.pipeline_spec import QUANTISE_NONE, PipelineSpec
 
 Number = TypeVar("Number", int, float)
 
+FILE_OPTIONS: Final = ("dim", "constant", "quantise")
+FAMILY_OPTIONS: Final = ("precision", "max_context", "max_step_tokens", "max_answer_tokens")
+
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, help="ONNX file; external data stands beside it")
+    parser.add_argument(
+        "source",
+        type=Path,
+        help="ONNX file, external data beside it; or a directory of vision, embedding and decoder",
+    )
     parser.add_argument("--out", type=Path, required=True, help="directory for the submission")
     parser.add_argument(
         "--dim",
@@ -33,17 +44,27 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantise",
         choices=("none", "w4"),
-        default=QUANTISE_NONE,
-        help="w4 stores large matrices in four bits (default: none)",
+        help=f"w4 stores large matrices in four bits (file; default: {QUANTISE_NONE})",
     )
+    parser.add_argument(
+        "--precision",
+        metavar="SUFFIX",
+        help="which of several exports to take, such as q4 (directory; default: the highest)",
+    )
+    for name, what in (
+        ("--max-context", "rows of the cache (directory; default: what the configuration says)"),
+        ("--max-step-tokens", "the most token rows of one run (directory; default: 64)"),
+        ("--max-answer-tokens", "where an answer is cut off (directory; default: 256)"),
+    ):
+        parser.add_argument(name, type=int, metavar="N", help=what)
 
 
 def _run(options: argparse.Namespace, console: Console) -> Answer:
     require_writable(options.out)
-    dims = _pairs(options.dim, "--dim", int)
-    constants = _pairs(options.constant, "--constant", float)
+    is_family = options.source.is_dir()
+    _refuse_others(options, FILE_OPTIONS if is_family else FAMILY_OPTIONS, is_family=is_family)
     console.progress("import", 0.0)
-    spec = write_submission(options.source, options.out, dims, constants, quantise=options.quantise)
+    spec = _import_family(options) if is_family else _import_file(options)
     components: dict[str, Json] = {
         component.name: {
             "file": component.file,
@@ -59,6 +80,45 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
         lines.append(f"  {component.name}: {inputs} -> {outputs}")
     lines.append(f"next: python -m compiler compile {options.out} --target TARGET --out BUNDLE")
     return Answer(lines, {"family": spec.family, "components": components, "out": str(options.out)})
+
+
+def _import_file(options: argparse.Namespace) -> PipelineSpec:
+    return write_submission(
+        options.source,
+        options.out,
+        _pairs(options.dim, "--dim", int),
+        _pairs(options.constant, "--constant", float),
+        quantise=options.quantise or QUANTISE_NONE,
+    )
+
+
+def _import_family(options: argparse.Namespace) -> PipelineSpec:
+    given = {name: getattr(options, name) for name in FAMILY_OPTIONS}
+    return write_family_submission(
+        options.source,
+        options.out,
+        FamilyOptions(**{name: value for name, value in given.items() if value is not None}),
+    )
+
+
+def _refuse_others(options: argparse.Namespace, names: Sequence[str], *, is_family: bool) -> None:
+    """Refuse options that say nothing about this kind of source, and sizes below one.
+
+    Raises:
+        UsageError: Names the option.
+    """
+    for name in names:
+        if getattr(options, name):
+            option = "--" + name.replace("_", "-")
+            kind, other = ("directory", "file") if is_family else ("file", "directory")
+            raise UsageError(
+                f"{option} is an option of a {other}, {options.source} is a {kind}",
+                hint="`python -m compiler import --help` says which option belongs to which",
+            )
+    for name in FAMILY_OPTIONS[1:]:
+        if (value := getattr(options, name)) is not None and value < 1:
+            option = "--" + name.replace("_", "-")
+            raise UsageError(f"{option} {value} is not a size", hint=f"for example {option} 64")
 
 
 def _pairs(texts: Sequence[str], option: str, kind: type[Number]) -> Mapping[str, Number]:
@@ -86,7 +146,9 @@ def _pairs(texts: Sequence[str], option: str, kind: type[Number]) -> Mapping[str
 COMMAND = Command(
     description=(
         "Make a submission of an ONNX file: pipeline.json with every input and output in its\n"
-        "role, and the file beside it. Axes left open are listed if no size is given."
+        "role, and the file beside it. Axes left open are listed if no size is given.\n"
+        "A directory as ORT-GenAI, transformers.js or MiniCPM-V lay it out becomes a pipeline of\n"
+        "vision, embedding and decoder."
     ),
     example="import model.onnx --out build/submission --dim batch=1 --constant threshold=0.5",
     add_arguments=_arguments,

@@ -10,7 +10,10 @@ import pytest
 
 from compiler.driver import cli
 from compiler.driver.native_check import runs_here
+from compiler.frontend.pipeline_json import read_pipeline
 from compiler.hardware.targets import find_target
+from compiler.passes.pipeline_spec import FAMILY_VISION
+from tests.factories.families import LLAVA_PHI, write_transformers_js
 from tests.factories.submissions import WIDTH, linear_submission
 
 TARGET = "x86-64-v1"
@@ -182,6 +185,31 @@ def test_it_imports_an_onnx_file_and_compiles_what_it_wrote(capsys, world, tmp_p
         *("--cache", world / "cache"),
     )
     assert done["sections"] >= 5
+
+
+def test_it_imports_a_directory_of_a_family(capsys, tmp_path) -> None:
+    write_transformers_js(tmp_path / "phi", LLAVA_PHI)
+    found = ask(
+        *(capsys, "import", tmp_path / "phi", "--out", tmp_path / "s"),
+        *("--max-context", "32", "--max-step-tokens", "8"),
+    )
+    assert found["family"] == FAMILY_VISION
+    assert found["components"].keys() == {"vision", "embed", "decoder"}
+    assert read_pipeline(tmp_path / "s").max_context == 32
+
+
+def test_it_refuses_options_of_the_other_kind_of_source(capsys, world, tmp_path) -> None:
+    source = world / "one-submission" / "m.onnx"
+    for where, option in (
+        (source, "--precision=q4"),
+        (source, "--max-context=8"),
+        (tmp_path, "--dim=T=4"),
+        (tmp_path, "--quantise=w4"),
+        (tmp_path, "--max-step-tokens=0"),
+    ):
+        status, error = fails(capsys, "import", where, "--out", tmp_path / "s", option)
+        assert status == cli.BAD_ARGUMENTS
+        assert option.split("=")[0] in error["message"]
 
 
 def test_it_says_what_an_import_lacks(capsys, world, tmp_path) -> None:
