@@ -147,7 +147,7 @@ def call_facts(
         "layout": "; ".join(_LAYOUTS[kind] for kind in kinds) or "activations only",
         "kernel": kernel_name(call.op, tile),
         "is_tiled": tiled,
-        "is_reference": bool(getattr(KERNELS[call.op], "is_reference", False)),
+        "is_reference": KERNELS[call.op].is_reference,
         "why": f"{tile.isa}: the best tile that {target.id} has"
         if tiled
         else f"portable C, vectorised for {target.id}",
