@@ -7,6 +7,9 @@ Vision's pixels are normalised by its own first convolution, the embedding model
 hide nothing. The splice itself is the order of programs: rows of text, rows of the picture, rows of
 text go into the same cache, which is what replacing rows at the image token's places means; it is
 `mm.splice` in the IR. What is missing or unknown is an error that names it.
+
+No family brings pictures and questions: before it is compiled, a submission needs a calibration set
+of its owner's (`driver.cards`), which the self-test and the grids of W4 are made from.
 """
 
 import json

@@ -55,7 +55,7 @@ def _view(op: ReshapeOp, sel: Selection) -> Values:
     assert source is not None
     cols = shape_of(source)[-1]
     is_column = cols == Dim(1) and all(dim == Dim(1) for dim in shape_of(op.result)[:-1])
-    if sel.materialise is not None and all(dim.is_static for dim in shape_of(op.result)):
+    if sel.is_graph and all(dim.is_static for dim in shape_of(op.result)):
         is_column = False
     if shape_of(op.result)[-1:] != (cols,) and not is_column:
         sel.refuse("it changes the number of columns")

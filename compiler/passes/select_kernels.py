@@ -6,7 +6,8 @@ Before:
 After:
     %1 = "hw.call"(%0, %g) <{op = "NORM", params = {eps = ..., kind = 0}}> : (tensor<?x128xf32>)
 
-What no fast kernel takes becomes reference calls if its sizes are fixed (`reference_select`).
+What no fast kernel takes becomes reference calls if its sizes are fixed (`reference_select`): in
+family `graph`, and in `see`, where a resampler's learned queries are such rows.
 Views vanish: two tensors with the same flat order and the same last axis are one matrix. What no
 row of `kernel_rows.ROWS` takes is refused here, by operator and node name.
 """
@@ -27,6 +28,7 @@ from compiler.errors import UnsupportedOperatorError
 from compiler.kernels.program import Op
 from compiler.kernels.registry import KERNELS
 from compiler.passes.base import PassContext, PassResult
+from compiler.passes.compose import SEE
 from compiler.passes.functions import (
     arguments,
     body,
@@ -38,7 +40,7 @@ from compiler.passes.functions import (
 )
 from compiler.passes.kernel_rows import ROWS, append_only
 from compiler.passes.matrices import matrix_type, rows_of
-from compiler.passes.pipeline_spec import FAMILY_GRAPH, POSITION_ROWS
+from compiler.passes.pipeline_spec import POSITION_ROWS
 from compiler.passes.reference_select import has_reference, materialised, select_reference
 from compiler.passes.selection import Selection, refuse
 
@@ -71,8 +73,9 @@ class SelectKernels:
 
 
 def _select(func: FuncOp, ctx: PassContext) -> FuncOp:
-    plain = ctx.spec.family == FAMILY_GRAPH
-    selection = Selection(ctx, materialise=materialised if plain else None)
+    selection = Selection(ctx)
+    if selection.is_graph or func.sym_name.data == SEE:  # a picture has a fixed size
+        selection.materialise = materialised
     selection.current = func
     for at, (role, argument) in enumerate(arguments(func)):
         kind = _argument_type(role, argument, selection)
@@ -112,7 +115,7 @@ def _argument_type(role: str, argument: BlockArgument, selection: Selection) -> 
     if role in COLUMN_ROLES:
         return matrix_type(dtype_of(argument), shape_of(argument)[-1], 1)
     kind = selection.result_type(argument)
-    if selection.materialise is not None and dtype_of(argument) == "uint8":
+    if selection.is_graph and dtype_of(argument) == "uint8":
         return matrix_type("int64", rows_of(shape_of(argument)) or Dim(1), kind.get_shape()[-1])
     return kind
 

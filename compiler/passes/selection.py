@@ -16,6 +16,7 @@ from compiler.kernels.program import Op
 from compiler.passes.base import PassContext
 from compiler.passes.matrices import matrix_type, rows_of
 from compiler.passes.operand_check import check_operands
+from compiler.passes.pipeline_spec import FAMILY_GRAPH
 
 SUPPORTED: Final = (
     "convolutions of one image",
@@ -44,7 +45,8 @@ class Selection:
         constants: Constants of the new body by content.
         cached: Cache layers that a call already appends to.
         views: Tensors that reference calls made or moved, where their elements are.
-        materialise: Makes a matrix of a view or constant; None if a tensor is neither.
+        materialise: Makes a matrix of a view or constant, gives None if a tensor is neither; set
+            where operations of fixed sizes may become reference calls.
     """
 
     ctx: PassContext
@@ -55,6 +57,11 @@ class Selection:
     cached: set[int] = field(default_factory=set)
     views: dict[SSAValue, object] = field(default_factory=dict)
     materialise: "Callable[[SSAValue, Selection], SSAValue | None] | None" = None
+
+    @property
+    def is_graph(self) -> bool:
+        """Whether the program is a graph of its own, without a cache."""
+        return self.ctx.spec.family == FAMILY_GRAPH
 
     def matrix(self, value: SSAValue | None) -> SSAValue | None:
         """Return the matrix of a tensor; None for an absent operand."""
