@@ -27,6 +27,7 @@ class Vlm:
         queries: Learned queries of a resampler; 0 = an MLP projects every patch.
         positions: `input` (position_ids), `computed` from the attention mask, or `rows`: time,
             height and width, each rotating its sections of a head.
+        scale: Standard deviation of weights.
     """
 
     side: int = 8
@@ -45,6 +46,7 @@ class Vlm:
     class_token: bool = True
     queries: int = 0
     positions: str = "input"
+    scale: float = 0.3
 
     @property
     def head_dim(self) -> int:
@@ -144,7 +146,7 @@ def pixels_of(shape: Vlm) -> Inputs:
 
 
 def vision(shape: Vlm) -> onnx.ModelProto:
-    b = GraphBuilder(11)
+    b = GraphBuilder(11, scale=shape.scale)
     x = encoder(b, shape)
     x = resampler(b, x, shape) if shape.queries else projector(b, x, shape)
     return b.model(pixels_of(shape), {"image_features": x})
@@ -254,7 +256,7 @@ def past_name(layer: int, part: str) -> str:
 
 def decoder(shape: Vlm) -> onnx.ModelProto:
     """A decoder as exporters write it: embeddings, attention mask, one cache pair per layer."""
-    b = GraphBuilder(13)
+    b = GraphBuilder(13, scale=shape.scale)
     x = "inputs_embeds"
     mask, here = causal_mask(b, past_name(0, "key"))
     positions = (
@@ -335,7 +337,7 @@ def genai_decoder(shape: Vlm, *, rotary: str = "inside", packed: bool = False) -
 
     `rotary` is done `inside` the attention or by an `operator` before it.
     """
-    b, contrib = GraphBuilder(14), "com.microsoft"
+    b, contrib = GraphBuilder(14, scale=shape.scale), "com.microsoft"
     half, width = shape.head_dim // 2, shape.width
     angle = np.arange(64)[:, None] * 100.0 ** -(np.arange(half) / half)
     tables = (b.const(np.cos(angle)), b.const(np.sin(angle)))
@@ -496,9 +498,9 @@ def write_minicpm(directory: Path, shape: Vlm) -> Path:
     """vpm.onnx, resampler.onnx, llm.onnx and the table."""
     directory.mkdir(parents=True)
     _write_common(directory, shape)
-    b = GraphBuilder(21)
+    b = GraphBuilder(21, scale=shape.scale)
     seen = b.model(pixels_of(shape), {"features": encoder(b, shape)})
-    r = GraphBuilder(22)
+    r = GraphBuilder(22, scale=shape.scale)
     features: Inputs = {"features": ("float32", ("batch", shape.patches, shape.vision_width))}
     sampled = r.model(features, {"queries": resampler(r, "features", shape)})
     parts = {"vpm": seen, "resampler": sampled, "embed_tokens": embed(shape), "llm": decoder(shape)}

@@ -65,12 +65,14 @@ class GraphBuilder:
 
     Attributes:
         prefix: Starts all names; bodies of control flow need names of their own.
+        scale: Standard deviation of weights that do not say their own.
     """
 
     seed: int = 0
     prefix: str = ""
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     initializers: list[onnx.TensorProto] = field(default_factory=list)
+    scale: float = 0.3
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -96,8 +98,8 @@ class GraphBuilder:
     def ints(self, *values: int) -> str:
         return self.const(list(values), "int64")
 
-    def weight(self, *shape: int, scale: float = 0.3) -> str:
-        return self.const(self.rng.standard_normal(shape) * scale)
+    def weight(self, *shape: int, scale: float | None = None) -> str:
+        return self.const(self.rng.standard_normal(shape) * (scale or self.scale))
 
     def model(
         self,
