@@ -24,7 +24,13 @@ from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
 from compiler.driver.records import UnkeepableError, from_parts, to_parts
 from compiler.driver.routing import learn_routing
-from compiler.driver.sections import calibration_rows, memory_rows, pipeline_section, sqnr_rows
+from compiler.driver.sections import (
+    calibration_rows,
+    index_check_rows,
+    memory_rows,
+    pipeline_section,
+    sqnr_rows,
+)
 from compiler.driver.stages import Portable, StageClock
 from compiler.emitters.plan import EmittedPlan, emit_plan
 from compiler.emitters.schedule import schedule_of, schedule_ops
@@ -84,6 +90,7 @@ def make_portable(
         pipeline = pipeline_section(spec, plan)
     facts: dict[str, Json] = {
         **_plan_facts(plan, emitted),
+        "index_checks": index_check_rows(learned.module),
         **weight_facts,
         **learned.facts,
         **_pass_facts(lowered),

@@ -17,6 +17,7 @@ from compiler.contract.pipeline import (
 from compiler.contract.plan import Plan, PlanProgram
 from compiler.contract.plan_format import DTYPE_NAMES, Direction
 from compiler.emitters.memory import MemoryPlan
+from compiler.kernels.index_bounds import IndexCheck, index_checks
 from compiler.kernels.program import Module, Weight
 from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.passes.plan_kv import window_of
@@ -117,4 +118,30 @@ def memory_rows(memory: MemoryPlan) -> dict[str, Json]:
             name: {"arena_bytes": part.arena_bytes, "max_live_bytes": part.max_live_bytes}
             for name, part in memory.programs.items()
         },
+    }
+
+
+def index_check_rows(module: Module) -> dict[str, Json]:
+    """Return the run-time index checks: how many cannot fail, and the proof or the reason of each.
+
+    Native code keeps all of them: a device trusts no plan, and the proof speaks of this module.
+    """
+    checks = index_checks(module)
+    internal = [check for check in checks if check.is_internal]
+    return {
+        "internal": len(internal),
+        "internal_proved": sum(check.is_proved for check in internal),
+        "external": len(checks) - len(internal),
+        "checks": {check.id: _check_row(module, check) for check in checks},
+    }
+
+
+def _check_row(module: Module, check: IndexCheck) -> Json:
+    calls = next(p.calls for p in module.programs if p.name == check.program)
+    chain: list[Json] = [f"#{at} {calls[at].op.name}" for at in (*check.known.calls, check.call)]
+    return {
+        "verdict": "proved, check kept as defence" if check.is_proved else "kept",
+        "reason": check.reason,
+        "required": list(check.required),
+        "chain": chain,
     }

@@ -26,6 +26,7 @@ def explain_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> It
         yield from _program_lines(name, explained)
     yield from _sparsity_lines(report)
     yield from _memory_lines(report)
+    yield from _index_lines(report)
     yield from _routing_lines(report)
     yield from _weight_lines(report)
     yield f"experts per layer: {json.dumps(report.get('experts', {}))}"
@@ -129,6 +130,20 @@ def _memory_lines(report: Mapping[str, Any]) -> Iterator[str]:
             f"{shown_bytes(memory['max_live_bytes'])} are needed; cache "
             f"{shown_bytes(memory['kv_bytes'])}"
         )
+
+
+def _index_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Say how many run-time index checks cannot fail, and why the others might."""
+    found = report.get("index_checks")
+    if not found:
+        return
+    yield (
+        f"index checks: {found['internal_proved']} of {found['internal']} internal ones proved, "
+        f"{found['external']} of indices that come with the inputs; all stay in the code"
+    )
+    for name, row in found["checks"].items():
+        if row["verdict"] == "kept":
+            yield f"  {name} kept: {row['reason']}"
 
 
 def _routing_lines(report: Mapping[str, Any]) -> Iterator[str]:
