@@ -89,8 +89,7 @@ def make_portable(
         plan = parse_plan(emitted.plan_bytes)
         pipeline = pipeline_section(spec, plan)
     facts: dict[str, Json] = {
-        **_plan_facts(plan, emitted),
-        "index_checks": index_check_rows(learned.module),
+        **_plan_facts(learned.module, plan, emitted),
         **weight_facts,
         **learned.facts,
         **_pass_facts(lowered),
@@ -107,8 +106,9 @@ def _schedule_section(module: Module) -> dict[str, bytes]:
     return {SCHEDULE: schedule_of(steps).to_bytes()} if steps else {}
 
 
-def _plan_facts(plan: Plan, emitted: EmittedPlan) -> dict[str, Json]:
+def _plan_facts(module: Module, plan: Plan, emitted: EmittedPlan) -> dict[str, Json]:
     return {
+        "index_checks": index_check_rows(module),
         "operations": operation_counts(plan),
         "weight_bytes": weight_kinds(plan),
         "memory": memory_rows(emitted.memory),
