@@ -23,7 +23,7 @@ from compiler.dialects.dims import Dim
 from compiler.dialects.hw import CallOp
 from compiler.dialects.mm import KvAppendOp
 from compiler.dialects.sp import ConstantOp, OnnxOp
-from compiler.dialects.types import Tensor, dtype_of, shape_of
+from compiler.dialects.types import Tensor, dtype_of, encoding_of, shape_of
 from compiler.errors import UnsupportedOperatorError
 from compiler.kernels.program import Op
 from compiler.kernels.registry import KERNELS
@@ -114,10 +114,13 @@ def _erase_unread(block: Block, kept: set[SSAValue]) -> None:
 def _argument_type(role: str, argument: BlockArgument, selection: Selection) -> Tensor:
     if role in COLUMN_ROLES:
         return matrix_type(dtype_of(argument), shape_of(argument)[-1], 1)
-    kind = selection.result_type(argument)
-    if selection.is_graph and dtype_of(argument) == "uint8":
-        return matrix_type("int64", rows_of(shape_of(argument)) or Dim(1), kind.get_shape()[-1])
-    return kind
+    dtype, shape = dtype_of(argument), shape_of(argument)
+    if selection.is_graph and dtype == "uint8":
+        dtype = "int64"
+    if not shape:  # a number
+        return matrix_type(dtype, Dim(1), 1)
+    cols = selection.result_type(argument).get_shape()[-1]
+    return matrix_type(dtype, rows_of(shape) or Dim(1), cols, encoding_of(argument))
 
 
 def _map(op: Operation, selection: Selection) -> None:
