@@ -7,9 +7,11 @@ import numpy as np
 import onnx
 import pytest
 
-from compiler.errors import UserModelError
+from compiler.errors import MalformedModelError, UserModelError
 from compiler.frontend import import_pipeline
 from compiler.passes.pipeline import lower_pipeline
+from tests.factories.graph_runs import GraphCase, relative_error
+from tests.factories.onnx_blocks import GraphBuilder
 from tests.factories.onnx_models import TinyShape, tiny_document, tiny_models, write_submission
 
 SHAPE = TinyShape(layers=1, keep=3, side=4, width=8, vocabulary=8, experts=3, hidden=4)
@@ -105,3 +107,33 @@ def test_it_lets_only_typed_errors_out(tmp_path: Path) -> None:
 def test_it_lets_only_typed_errors_out_at_length(tmp_path: Path, part: int) -> None:
     for seed in range(100 + part * 50, 150 + part * 50):
         compile_damaged(tmp_path, seed)
+
+
+def normalising(path: Path, scale: tuple[int, ...], shift: tuple[int, ...]) -> Path:
+    b = GraphBuilder(5)
+    y = b.op("LayerNormalization", "x", b.weight(*scale), b.weight(*shift), axis=-1)
+    onnx.save(b.model({"x": ("float32", (1, 2, 8))}, {"y": y}), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("scale", "shift"),
+    [((8,), (1,)), ((1,), (8,)), ((8,), (2, 8)), ((2, 8), (2, 8)), ((8,), (1, 8)), ((8,), ())],
+)
+def test_it_computes_a_normalisation_whose_vectors_broadcast(
+    tmp_path: Path, scale: tuple[int, ...], shift: tuple[int, ...]
+) -> None:
+    case = GraphCase.of(normalising(tmp_path / "norm.onnx", scale, shift), tmp_path / "out")
+    arrays = {"x": np.random.default_rng(1).standard_normal((1, 2, 8)).astype(np.float32)}
+    found = case.simulated(case.feeds(arrays))
+    ((role, wanted),) = case.wanted(arrays).items()
+    assert relative_error(case.array(role, found[role], wanted), wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("shift", [(4,), (16,), (2, 4)])
+def test_it_refuses_a_normalisation_whose_vectors_do_not(
+    tmp_path: Path, shift: tuple[int, ...]
+) -> None:
+    path = normalising(tmp_path / "norm.onnx", (8,), shift)
+    with pytest.raises(MalformedModelError, match="LayerNormalization"):
+        GraphCase.of(path, tmp_path / "out")
