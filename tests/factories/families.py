@@ -1,9 +1,7 @@
-"""Tiny random exports of multimodal families, laid out on disk as their exporters do."""
+"""Tiny random exports of multimodal families; `family_directories` lays them out on disk."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ class Vlm:
         partial_rotary: Share of a head that is rotated.
         class_token: Whether vision has one (dropped before the projector).
         queries: Learned queries of a resampler; 0 = an MLP projects every patch.
+        pooled: Whether a depthwise convolution and a pool of 2x2 follow the MLP (MobileVLM).
         positions: `input` (position_ids), `computed` from the attention mask, or `rows`: time,
             height and width, each rotating its sections of a head.
         scale: Standard deviation of weights.
@@ -45,6 +44,7 @@ class Vlm:
     bias: bool = False
     class_token: bool = True
     queries: int = 0
+    pooled: bool = False
     positions: str = "input"
     scale: float = 0.3
 
@@ -58,7 +58,7 @@ class Vlm:
 
     @property
     def image_tokens(self) -> int:
-        return self.queries or self.patches
+        return self.queries or self.patches // (4 if self.pooled else 1)
 
 
 LLAVA_PHI = Vlm(norm="layer", act="gelu", bias=True)
@@ -138,7 +138,19 @@ def resampler(b: GraphBuilder, x: str, shape: Vlm) -> str:
 
 def projector(b: GraphBuilder, x: str, shape: Vlm) -> str:
     h = gelu(b, linear(b, x, shape.vision_width, shape.width))
-    return linear(b, h, shape.width, shape.width)
+    x = linear(b, h, shape.width, shape.width)
+    return pool(b, x, shape) if shape.pooled else x
+
+
+def pool(b: GraphBuilder, x: str, shape: Vlm) -> str:
+    """Tokens as a picture, each channel filtered, and the mean of every four: (1, P/4, width)."""
+    side, width = shape.side // shape.patch, shape.width
+    planes = b.op("Reshape", b.op("Transpose", x, perm=[0, 2, 1]), b.ints(1, width, side, side))
+    window = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "group": width}
+    h = b.op("HardSwish", b.op("Conv", planes, b.weight(width, 1, 3, 3), **window))
+    h = b.op("AveragePool", b.op("Add", planes, h), kernel_shape=[2, 2], strides=[2, 2])
+    flat = b.op("Reshape", h, b.ints(1, width, shape.image_tokens))
+    return b.op("Transpose", flat, perm=[0, 2, 1])
 
 
 def pixels_of(shape: Vlm) -> Inputs:
@@ -401,112 +413,6 @@ def _contrib_model(b: GraphBuilder, shape: Vlm, outputs: dict[str, str]) -> onnx
 def _value(name: str, dtype: str, sizes: Sequence[int | str]) -> onnx.ValueInfoProto:
     element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     return helper.make_tensor_value_info(name, element, list(sizes))
-
-
-# --- directories ----------------------------------------------------------------------------------
-
-TEMPLATE = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28]}
-
-
-def _tokenizer(shape: Vlm) -> dict[str, Any]:
-    vocab = {f"w{i}": i for i in range(shape.vocabulary - 1)}
-    added = [{"id": shape.image_token, "content": "<image>"}]
-    return {"model": {"vocab": vocab}, "added_tokens": added}
-
-
-def _write_common(directory: Path, shape: Vlm) -> None:
-    preprocessor = {
-        **TEMPLATE,
-        "do_normalize": True,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "crop_size": {"height": shape.side, "width": shape.side},
-    }
-    (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
-    (directory / "tokenizer.json").write_text(json.dumps(_tokenizer(shape)))
-    config = {"image_token_index": shape.image_token, "eos_token_id": 1}
-    (directory / "config.json").write_text(json.dumps(config))
-
-
-def write_transformers_js(directory: Path, shape: Vlm, *, merged: bool = False) -> Path:
-    """onnx/{vision_encoder,embed_tokens,decoder_model_merged}.onnx beside the configs."""
-    (directory / "onnx").mkdir(parents=True)
-    _write_common(directory, shape)
-    body = merged_decoder(shape) if merged else decoder(shape)
-    parts = {
-        "vision_encoder": vision(shape),
-        "embed_tokens": embed(shape),
-        "decoder_model_merged": body,
-    }
-    for name, model in parts.items():
-        onnx.save(model, directory / "onnx" / f"{name}.onnx")
-    return directory
-
-
-def write_ort_genai(
-    directory: Path, shape: Vlm, splice: str = "scatter", body: onnx.ModelProto | None = None
-) -> Path:
-    """genai_config.json names vision, embedding and decoder."""
-    directory.mkdir(parents=True)
-    _write_common(directory, shape)
-    onnx.save(vision(shape), directory / "phi-v.onnx")
-    onnx.save(embed_with_splice(shape, splice), directory / "phi-e.onnx")
-    data = {"save_as_external_data": True, "location": "phi-t.onnx.data", "size_threshold": 512}
-    onnx.save(body or decoder(shape), directory / "phi-t.onnx", **data)
-    caches = {
-        f"{kind}_{part}_names": f"{name}.%d.{part}"
-        for part in ("key", "value")
-        for kind, name in (("past", "past_key_values"),)
-    }
-    inputs = {"inputs_embeds": "inputs_embeds", "attention_mask": "attention_mask", **caches}
-    if shape.positions != "computed":
-        inputs["position_ids"] = "position_ids"
-    config = {
-        "model": {
-            "type": "phi3v",
-            "context_length": 64,
-            "eos_token_id": 1,
-            "vocab_size": shape.vocabulary,
-            "image_token_id": shape.image_token,
-            "vision": {
-                "filename": "phi-v.onnx",
-                "inputs": {"pixel_values": "pixel_values"},
-                "outputs": {"image_features": "image_features"},
-            },
-            "embedding": {
-                "filename": "phi-e.onnx",
-                "inputs": {"input_ids": "input_ids", "image_features": "image_features"},
-                "outputs": {"inputs_embeds": "inputs_embeds"},
-            },
-            "decoder": {
-                "filename": "phi-t.onnx",
-                "num_hidden_layers": shape.layers,
-                "inputs": inputs,
-                "outputs": {
-                    "logits": "logits",
-                    "present_key_names": "present.%d.key",
-                    "present_value_names": "present.%d.value",
-                },
-            },
-        }
-    }
-    (directory / "genai_config.json").write_text(json.dumps(config))
-    return directory
-
-
-def write_minicpm(directory: Path, shape: Vlm) -> Path:
-    """vpm.onnx, resampler.onnx, llm.onnx and the table."""
-    directory.mkdir(parents=True)
-    _write_common(directory, shape)
-    b = GraphBuilder(21, scale=shape.scale)
-    seen = b.model(pixels_of(shape), {"features": encoder(b, shape)})
-    r = GraphBuilder(22, scale=shape.scale)
-    features: Inputs = {"features": ("float32", ("batch", shape.patches, shape.vision_width))}
-    sampled = r.model(features, {"queries": resampler(r, "features", shape)})
-    parts = {"vpm": seen, "resampler": sampled, "embed_tokens": embed(shape), "llm": decoder(shape)}
-    for name, model in parts.items():
-        onnx.save(model, directory / f"{name}.onnx")
-    return directory
 
 
 def variant(shape: Vlm, **changes: Any) -> Vlm:

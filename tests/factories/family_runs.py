@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.factories.families import (
+from tests.factories.families import Vlm, genai_decoder, past_name
+from tests.factories.family_directories import (
     TEMPLATE,
-    Vlm,
-    genai_decoder,
-    past_name,
     write_minicpm,
     write_ort_genai,
     write_transformers_js,

@@ -18,7 +18,12 @@ from compiler.frontend.families import FamilyOptions, write_family_submission
 from compiler.simulator import Simulator
 from tests.factories.bundles import STORE
 from tests.factories.cards import QUESTION, write_calibration
-from tests.factories.families import LLAVA_PHI, MINICPM_V, Vlm, variant
+from tests.factories.families import (
+    LLAVA_PHI,
+    MINICPM_V,
+    Vlm,
+    variant,
+)
 from tests.factories.family_runs import Files, Original, minicpm, text_positions, transformers_js
 
 Array = np.ndarray

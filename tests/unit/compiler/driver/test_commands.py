@@ -13,7 +13,8 @@ from compiler.driver.native_check import runs_here
 from compiler.frontend.pipeline_json import read_pipeline
 from compiler.hardware.targets import find_target
 from compiler.passes.pipeline_spec import FAMILY_VISION
-from tests.factories.families import LLAVA_PHI, write_transformers_js
+from tests.factories.families import LLAVA_PHI
+from tests.factories.family_directories import write_transformers_js
 from tests.factories.submissions import WIDTH, linear_submission
 
 TARGET = "x86-64-v1"

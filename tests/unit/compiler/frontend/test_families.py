@@ -23,9 +23,8 @@ from tests.factories.families import (
     QWEN_VL_ROWS,
     Vlm,
     variant,
-    write_ort_genai,
-    write_transformers_js,
 )
+from tests.factories.family_directories import write_ort_genai, write_transformers_js
 from tests.factories.family_runs import (
     Original,
     fused,
@@ -89,6 +88,7 @@ FAMILIES = {
     "llava-phi": (ort_genai, LLAVA_PHI),
     "llava-phi-js": (transformers_js, LLAVA_PHI),
     "mobile-vlm": (transformers_js, MOBILE_VLM),
+    "mobile-vlm-pooled": (transformers_js, variant(MOBILE_VLM, side=16, pooled=True)),
     "qwen-vl": (ort_genai, QWEN_VL_ROWS),
     "minicpm-v": (minicpm, MINICPM_V),
     "merged": (merged, MOBILE_VLM),
