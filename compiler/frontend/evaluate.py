@@ -340,7 +340,8 @@ def _apply(
         found: Sequence[Value]
         found = row.shapes(node, operands) if row.shapes else _by_stand_ins(node, row, operands)
     except (ValueError, IndexError, TypeError, ArithmeticError, KeyError) as error:
-        raise MalformedModelError(f"{where}: {error}") from error
+        hint = "check the shapes, element types and attributes of this node"
+        raise MalformedModelError(f"{where}: {error}", hint=hint) from error
     for value in found:
         budget.elements(value.shape, where)
     return list(found)
