@@ -339,7 +339,8 @@ QUANTISED: Sequence[OperatorCase] = (
     case("DynamicQuantizeLinear", X, opset=13, results=(3, 3), tolerance=0.0),
     case("MatMulInteger", u8(3, 9), i8(9, 4), np.array(100, np.uint8), tolerance=0.0),
     case(
-        *("MatMulInteger", u8(3, 9), RANDOM.integers(-128, 128, (9, 4)).astype(np.int8)),
+        # 7 bits: where a processor has no VNNI, ONNX Runtime saturates sums of pairs at 16 bits
+        *("MatMulInteger", u8(3, 9), RANDOM.integers(-64, 64, (9, 4)).astype(np.int8)),
         *(np.array(3, np.uint8), np.array([1, -2, 0, 4], np.int8)),
         tolerance=0.0,
         label="axis",
