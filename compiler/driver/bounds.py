@@ -8,11 +8,15 @@ import contextlib
 import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import Final
 
 from compiler.errors import LimitError
 from compiler.frontend.limits import ImportLimits, exceeded
+
+_AT_ONCE: Final = 1e-3
 
 
 @contextlib.contextmanager
@@ -20,7 +24,8 @@ def bounded(limits: ImportLimits) -> Iterator[None]:
     """Bound wall time and address space of the block; what runs out becomes a named error.
 
     The bounds are the process's own: the address space is everybody's while the block runs, and the
-    time is only bounded in the main thread, where signals arrive, if nobody else set the alarm.
+    time is only bounded in the main thread, where signals arrive. An alarm that was set before and
+    rings earlier stands; one that rings later is set again behind the block.
 
     Raises:
         LimitError: Time or memory ran out, or calls nested too deep.
@@ -47,14 +52,16 @@ def _memory(limits: ImportLimits) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alarm(limits: ImportLimits) -> Iterator[None]:
-    free = signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    if threading.current_thread() is not threading.main_thread() or not free:
+    earlier, interval = signal.getitimer(signal.ITIMER_REAL)
+    stands = 0.0 < earlier <= limits.max_seconds
+    if threading.current_thread() is not threading.main_thread() or stands:
         yield
         return
 
     def ring(_number: int, _frame: FrameType | None) -> None:
         raise _late(limits)
 
+    start = time.monotonic()
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, limits.max_seconds)
     try:
@@ -62,6 +69,9 @@ def _alarm(limits: ImportLimits) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
+        if earlier:
+            left = max(earlier - (time.monotonic() - start), _AT_ONCE)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
 
 
 def _late(limits: ImportLimits) -> LimitError:

@@ -1,6 +1,7 @@
 """Each limit bites, says its name and its option, and bites before anything is allocated."""
 
 import resource
+import signal
 import threading
 from dataclasses import fields
 from pathlib import Path
@@ -67,6 +68,18 @@ def test_a_limit_is_positive(name: str) -> None:
 def test_time_is_bounded() -> None:
     with pytest.raises(LimitError, match="max_seconds"), bounded(ImportLimits(max_seconds=0.05)):
         threading.Event().wait(60.0)
+
+
+def test_an_alarm_set_before_is_set_again_behind_the_block() -> None:
+    before = signal.setitimer(signal.ITIMER_REAL, 500.0)
+    try:
+        with bounded(ImportLimits(max_seconds=10.0)):
+            assert signal.getitimer(signal.ITIMER_REAL)[0] <= 10.0
+        assert 10.0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 500.0
+        with bounded(ImportLimits(max_seconds=1000.0)):
+            assert signal.getitimer(signal.ITIMER_REAL)[0] <= 500.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
 
 
 def test_memory_is_bounded_while_the_block_runs() -> None:
