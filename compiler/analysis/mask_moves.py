@@ -7,7 +7,7 @@ Called by `compiler.analysis.masks`; run-time gathers read their index array fro
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,14 +148,60 @@ class Gather:
         return ()
 
 
-Step = Reshape | Expand | Permute | Cut | Pad | Gather
+@dataclass(frozen=True, slots=True)
+class Put:
+    """The way back of `Gather`: `rank` axes of gathered slices return to `total` places of one.
+
+    A place that was gathered more than once holds what any of its slices holds.
+    """
+
+    axis: int
+    rank: int
+    index: int
+    total: Dim
+
+    def apply(self, bits: Bits, env: Environment) -> Bits:
+        """Return the moved array; negative indices count from the end."""
+        total, axis = self.total.at(env.binding), self.axis
+        head, tail = bits.shape[:axis], bits.shape[axis + self.rank :]
+        slices = np.moveaxis(bits.reshape(*head, -1, *tail), axis, 0)
+        moved = np.zeros((total, *head, *tail), np.bool_)
+        places = env.indices[self.index].astype(np.int64).reshape(-1) % max(total, 1)
+        np.logical_or.at(moved, places, slices)
+        return np.moveaxis(moved, 0, axis)
+
+    @property
+    def dims(self) -> Shape:
+        """Sizes that the step depends on."""
+        return (self.total,)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Whether anything holds along an axis, which keeps size one."""
+
+    axis: int
+
+    def apply(self, bits: Bits, env: Environment) -> Bits:  # noqa: ARG002 - one signature
+        """Return the moved array."""
+        return np.asarray(bits.any(axis=self.axis, keepdims=True))
+
+    @property
+    def dims(self) -> Shape:
+        """Sizes that the step depends on."""
+        return ()
+
+
+Step = Reshape | Expand | Permute | Cut | Pad | Gather | Put | Spread
 Path = tuple[Step, ...]
+INDEXED: Final = (Gather, Put)
+"""Steps that read an index array of the execution."""
 
 
 def is_static(path: Path) -> bool:
     """Return whether a path can be walked at compile time."""
     return all(
-        not isinstance(step, Gather) and all(dim.is_static for dim in step.dims) for step in path
+        not isinstance(step, INDEXED) and all(dim.is_static for dim in step.dims) for step in path
     )
 
 

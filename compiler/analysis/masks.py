@@ -20,10 +20,10 @@ from typing import Final
 import numpy as np
 
 from compiler.analysis.mask_moves import (
+    INDEXED,
     Bits,
     Environment,
     Expand,
-    Gather,
     Path,
     Shape,
     Step,
@@ -399,7 +399,7 @@ def _constant(atom: Atom) -> bool | None:
 
 
 def _without_gathers(path: Path) -> bool:
-    return not any(isinstance(step, Gather) for step in path)
+    return not any(isinstance(step, INDEXED) for step in path)
 
 
 def _renumbered(atom: Atom, source: Callable[[int], int], gather: Callable[[int], int]) -> Atom:
@@ -407,7 +407,7 @@ def _renumbered(atom: Atom, source: Callable[[int], int], gather: Callable[[int]
     if isinstance(pattern, Produced):
         pattern = replace(pattern, source=source(pattern.source))
     path = tuple(
-        replace(step, index=gather(step.index)) if isinstance(step, Gather) else step
+        replace(step, index=gather(step.index)) if isinstance(step, INDEXED) else step
         for step in atom.path
     )
     return Atom(pattern, path)

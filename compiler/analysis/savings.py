@@ -81,7 +81,7 @@ def tensor_zeros(func: FuncOp, facts: Facts, binding: Binding = NOMINAL) -> list
             if mask.is_dense:
                 continue
             sizes = sizes_at(value, binding)
-            static = _static_part(mask)
+            static = static_part(mask)
             live = static.evaluate(Environment(binding), sizes)
             rows.append(
                 TensorZeros(
@@ -153,7 +153,8 @@ def _attention(op: AttentionOp, name: str, binding: Binding) -> Saving:
     return Saving(name, rows * keys * each, used, used, f"{op.mask.data} band")
 
 
-def _static_part(mask: Mask) -> Mask:
+def static_part(mask: Mask) -> Mask:
+    """Return the clauses that need no fact of an execution but its lengths."""
     return Mask(frozenset(clause for clause in mask.clauses if not clause.is_dynamic))
 
 

@@ -206,7 +206,7 @@ def concat(op: Any, flow: Flow, rule: ZeroRule) -> list[Mask]:
 
 def gather(op: Any, flow: Flow, rule: ZeroRule) -> list[Mask]:
     """Rows of a table by a run-time index."""
-    table, index, axis = _gathered(op)
+    table, index, axis = gathered(op)
     mask = flow.mask(table)
     if mask.is_dense:
         return [DENSE]
@@ -350,7 +350,8 @@ HOOKS: Final[Mapping[ZeroKind, Hook]] = MappingProxyType(
 )
 
 
-def _gathered(op: Any) -> tuple[SSAValue, SSAValue, int]:
+def gathered(op: Any) -> tuple[SSAValue, SSAValue, int]:
+    """Return table, index and axis of a gather."""
     if isinstance(op, OnnxOp):
         axis = op.attrs.data["axis"]
         assert isinstance(axis, IntegerAttr)

@@ -8,6 +8,7 @@ from typing import Any, Final
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.utils.exceptions import VerifyException
 
+from compiler.analysis.demand import demand_rows, function_demands
 from compiler.analysis.propagation import module_facts
 from compiler.analysis.savings import sparsity_rows
 from compiler.dialects.text import print_module
@@ -148,7 +149,10 @@ def _sparsity(module: ModuleOp, ctx: PassContext) -> dict[str, Any]:
     funcs = functions(module)
     found = module_facts(funcs, ctx.constants)
     return {
-        func.sym_name.data: sparsity_rows(func, facts, ctx.constants)
+        func.sym_name.data: {
+            **sparsity_rows(func, facts, ctx.constants),
+            "demanded": demand_rows(func, function_demands(func, facts, ctx.constants)),
+        }
         for func, facts in zip(funcs, found, strict=True)
     }
 

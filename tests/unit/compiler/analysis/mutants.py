@@ -119,7 +119,7 @@ def _same_place(op, flow: Flow, rule: ZeroRule) -> Masks:
 
 def _first_row(op, flow: Flow, rule: ZeroRule) -> Masks:
     """A gather that always takes the first slice."""
-    table, _, axis = h._gathered(op)
+    table, _, axis = h.gathered(op)
     mask = flow.mask(table).moved(Cut(axis, Dim(0), Dim(1), 1))
     return [mask.moved(Expand(shape_of(op.results[0])))]
 
