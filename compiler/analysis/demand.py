@@ -149,7 +149,7 @@ def demand_rows(func: FuncOp, demands: Demands, binding: Binding = NOMINAL) -> l
                     "value": f"{number}:{op.name}#{at}",
                     "level": mask.level,
                     "demanded_low": round(mask.density[0], 6),
-                    "demanded_high": round(mask.density[1], 6),
+                    "demanded_high": round(min(mask.density[1], float(live.mean())), 6),
                     "elements": int(live.size),
                     "unobserved": int(live.size - live.sum()),
                     "if_finite": mask != mask.unconditional(),

@@ -1,10 +1,10 @@
 """The backward rules: which elements of its operands an operation can observe, by its results.
 
 D(x) is the mask of elements of x that may matter: outside it, any finite number may stand there and
-no result of the function changes. `DEMAND_RULES` gives each operation a `DemandKind`, `DEMAND_HOOKS`
-has one function per kind; an operation without a row demands its operands whole if it demands
-anything at all. Beside the forward rules (`compiler.analysis.zero_rules`), which products and
-selections ask for the zeros that excuse an operand.
+no result of the function changes. `DEMAND_RULES` gives each operation a `DemandKind` and
+`DEMAND_HOOKS` has one function per kind; an operation without a row demands its operands whole if
+its results are demanded at all. Products and selections ask the forward rules
+(`compiler.analysis.zero_rules`) for the zeros that excuse an operand.
 
 A rule must keep one promise: if operands agree wherever D says, results agree where they are
 demanded (+0 and -0 agree). So zeros of a factor excuse the other factor only, and are themselves
@@ -21,7 +21,16 @@ from xdsl.dialects.builtin import IntegerAttr
 from xdsl.ir import SSAValue
 
 from compiler.analysis.constants import ConstantTable
-from compiler.analysis.mask_moves import Cut, Environment, Expand, Pad, Permute, Put, Reshape, Spread
+from compiler.analysis.mask_moves import (
+    Cut,
+    Environment,
+    Expand,
+    Pad,
+    Permute,
+    Put,
+    Reshape,
+    Spread,
+)
 from compiler.analysis.masks import BOTTOM, DENSE, Band, Mask, of_array, of_pattern, padded
 from compiler.analysis.zero_hooks import attention_band, gathered, operands
 from compiler.dialects.dims import Dim
@@ -135,7 +144,8 @@ def _band(op: Any, b: Backward) -> list[Mask]:
     seen = b.demand(op.results[0])
     shift = b.constants.scalar(op.arguments[1]) if len(op.arguments) > 1 else 0
     if isinstance(upper, IntegerAttr) and upper.value.data == 0 and shift is not None:
-        band = of_pattern(Band(*shape_of(x)[-2:], Dim(int(shift))))
+        rows, columns = shape_of(x)[-2:]
+        band = of_pattern(Band(rows, columns, Dim(int(shift))))
         seen = seen & band.moved(Expand(shape_of(x)))
     return [seen, *(_all(op, b) for _ in operands(op)[1:])]
 
@@ -163,7 +173,7 @@ def _rows(op: Any, b: Backward) -> list[Mask]:
 
 
 def _linear(op: Any, b: Backward) -> list[Mask]:
-    """Zero weights excuse columns of x, but not of four-bit products: those scale by a row's peak."""
+    """Zero weights excuse columns of x, but four-bit products scale by the peak of a whole row."""
     x, weight, *others = operands(op)
     result = op.results[0]
     needed, array = in_rows(op, b, x), b.constants.get(weight)
@@ -209,7 +219,7 @@ def _seen_keys(op: Any, seen: Mask) -> Mask | None:
     static = Mask(frozenset(c for c in seen.clauses if not c.is_dynamic and not c.assumes))
     alive = static.evaluate(Environment(), (rows, width)).any(axis=1)
     visible = band.evaluate(Environment(), (rows, keys))[alive].any(axis=0)
-    return of_array(visible[:, None])
+    return of_array(np.asarray(visible).reshape(-1, 1))
 
 
 def _reshape(op: Any, b: Backward) -> list[Mask]:
@@ -261,6 +271,7 @@ def _prune(op: Any, b: Backward) -> list[Mask]:
 
 
 def _state(op: Any, b: Backward) -> list[Mask]:
+    """Later calls may read every row, whatever this one shows."""
     return [DENSE for _ in operands(op)]
 
 
