@@ -110,7 +110,7 @@ def _program(
         "dense_flops": sum(cost.dense_flops for cost in found),
         "moved_bytes": sum(cost.size_bytes for cost in found),
         "dense_bytes": sum(cost.dense_bytes for cost in found),
-        "measured_us": round(1e6 * sum(seconds), 1) if seconds else None,
+        "measured_us": round(1e6 * sum(seconds), 3) if seconds else None,
         "segments": [[part.first, part.length, part.repeats] for part in parts],
         "edges": _edges(program),
         "inputs": _ports(program, Direction.INPUT),
