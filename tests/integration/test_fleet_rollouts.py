@@ -32,7 +32,7 @@ def manifests(bundles):
 def test_it_promotes_a_good_version_to_everybody(fleet):
     new = fleet.release()
     rollout = fleet.rollout()
-    fleet.run(90, until=ENDS, rollout=rollout)
+    fleet.run(240, until=ENDS, rollout=rollout)
     assert rollout.state == RolloutState.SUCCEEDED
     stages = list(rollout.stages.order_by("index"))
     assert [stage.state for stage in stages] == ["passed"] * 4
@@ -173,7 +173,7 @@ def test_it_still_serves_devices_that_were_away_when_the_rollout_ended(fleet):
     away.is_on = False
     new = fleet.release()
     rollout = fleet.rollout(gate={"min_heard_ratio": 0.5})
-    fleet.run(110, until=ENDS, rollout=rollout)
+    fleet.run(300, until=ENDS, rollout=rollout)
     assert rollout.state == RolloutState.SUCCEEDED
     assert away.running not in manifests(new)
     away.is_on = True
