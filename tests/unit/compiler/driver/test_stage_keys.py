@@ -45,6 +45,17 @@ def test_it_keys_a_submission_by_its_external_data(submission) -> None:
     assert calibration_digests(submission) == {}
 
 
+def test_it_keys_links_by_what_they_point_at(submission, tmp_path) -> None:
+    links = tmp_path / "links"
+    links.mkdir()
+    for path in submission.iterdir():
+        (links / path.name).symlink_to(path)
+    spec = read_pipeline(links)
+    digests = model_digests(links, spec)
+    assert digests == model_digests(submission, spec)
+    assert {"pipeline.json", *(component.file for component in spec.components)} <= digests.keys()
+
+
 def test_it_does_not_look_outside_the_submission(submission, tmp_path) -> None:
     model = onnx.load(submission / "m.onnx", load_external_data=False)
     (tmp_path / "secret").write_bytes(b"x" * 4096)
