@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper
 
@@ -81,6 +83,21 @@ def test_it_builds_two_versions_of_a_real_model() -> None:
     assert {name: digests[0][name] for name in weights} == {
         name: digests[1][name] for name in weights
     }
+
+
+def test_it_builds_other_weights_into_another_bundle() -> None:
+    model = make_model("moe-block")
+    graph = onnx.load_from_string(REAL.read_bytes())
+    largest = max(graph.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+    weights = np.frombuffer(largest.raw_data, "<f4")
+    largest.raw_data = (weights * np.float32(-1.0)).tobytes()
+    files = (REAL.read_bytes(), graph.SerializeToString())
+    first, second = (build(file, pipeline(), make_version(model)) for file in files)
+    assert (first.state, second.state) == ("ready", "ready")
+    digests = [
+        set(job.bundle.sections.values_list("component", "sha256")) for job in (first, second)
+    ]
+    assert {name for name, _ in digests[0] - digests[1]} >= {"expert.L0.E0", "selftest"}
 
 
 @pytest.mark.parametrize(
