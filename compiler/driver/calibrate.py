@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-from compiler.contract.pipeline import SEE, ImageSpec, Pipeline, Port, ProgramSpec, TokenSpec
+from compiler.contract.pipeline import SEE, Pipeline, Port, ProgramSpec
 from compiler.contract.session import STEP, Session
 from compiler.driver.cache import StageCache, cache_key
 from compiler.driver.cards import Card, Question, read_cards
 from compiler.driver.provenance import CALIBRATION, compiler_digest
+from compiler.driver.sections import image_spec, token_spec
 from compiler.driver.stages import StageClock
 from compiler.kernels.program import Module
 from compiler.passes.pipeline_spec import PipelineSpec
@@ -48,13 +49,13 @@ def record_cached(
         MalformedModelError: The set cannot be read.
         ContractError: A word is not in the vocabulary, or a picture has the wrong size.
     """
-    if spec.image is None:
+    size = image_spec(spec)
+    if size is None:
         return None
     key = cache_key(RECORD, {"files": dict(files), "compiler": compiler_digest()})
     stored = cache.get(RECORD, key)
     if stored is not None:
         return CalibrationRecord.from_bytes(stored[RECORD])
-    size = ImageSpec(spec.image.height, spec.image.width, spec.image.channels)
     cards = read_cards(directory, CALIBRATION, size)
     record = record_cards(module, spec, cards, clock.within("quantise"))
     if record is not None:
@@ -104,18 +105,10 @@ def record_cards(
 
 def _pipeline(module: Module, spec: PipelineSpec) -> Pipeline:
     """Return what the `pipeline` section of the module's plan will say."""
-    image, tokens = spec.image, spec.tokens
-    assert tokens is not None
     return Pipeline(
         family=spec.family,
-        image=ImageSpec(image.height, image.width, image.channels) if image else None,
-        tokens=TokenSpec(
-            vocabulary=tokens.vocabulary,
-            eos=tokens.eos,
-            position_base=tokens.position_base,
-            prompts=dict(tokens.prompts),
-            max_answer_tokens=tokens.max_answer_tokens,
-        ),
+        image=image_spec(spec),
+        tokens=token_spec(spec),
         max_context=module.kv.capacity if module.kv else 0,
         max_step_tokens=module.max_tokens,
         programs={

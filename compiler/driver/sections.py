@@ -29,22 +29,33 @@ NO_NOISE_DB: Final = 200.0
 
 def pipeline_section(spec: PipelineSpec, plan: Plan) -> Pipeline:
     """Return what a device must know besides the plan."""
-    image, tokens = spec.image, spec.tokens
     return Pipeline(
         family=spec.family,
-        image=ImageSpec(image.height, image.width, image.channels) if image else None,
-        tokens=TokenSpec(
-            vocabulary=tokens.vocabulary,
-            eos=tokens.eos,
-            position_base=tokens.position_base,
-            prompts=dict(tokens.prompts),
-            max_answer_tokens=tokens.max_answer_tokens,
-        )
-        if tokens
-        else None,
+        image=image_spec(spec),
+        tokens=token_spec(spec),
         max_context=_longest_context(spec, plan),
         max_step_tokens=plan.max_tokens,
         programs={program.name: _program_spec(plan, program) for program in plan.programs},
+    )
+
+
+def image_spec(spec: PipelineSpec) -> ImageSpec | None:
+    """Return the size of a picture as a device knows it, None if the model sees none."""
+    image = spec.image
+    return ImageSpec(image.height, image.width, image.channels) if image else None
+
+
+def token_spec(spec: PipelineSpec) -> TokenSpec | None:
+    """Return vocabulary and prompts as a device knows them, None if the model speaks no words."""
+    tokens = spec.tokens
+    if tokens is None:
+        return None
+    return TokenSpec(
+        vocabulary=tokens.vocabulary,
+        eos=tokens.eos,
+        position_base=tokens.position_base,
+        prompts=dict(tokens.prompts),
+        max_answer_tokens=tokens.max_answer_tokens,
     )
 
 
