@@ -7,233 +7,34 @@
 The caller must have verified the signature of all three: kernels are code. Standard library only.
 """
 
-import _ctypes
 import ctypes
-import fcntl
 import mmap
-import os
 import threading
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Final, NoReturn, Self
+from typing import Final, Self
 
-from compiler.contract.errors import ContractError
 from compiler.contract.native_abi import SfArgs, SfSection, SfSetup, SfSizeReport
+from compiler.contract.native_errors import (
+    NativeError,
+    TooManyTokensError,
+    UnsupportedPlanError,
+    raise_status,
+)
+from compiler.contract.native_library import MAX_THREADS, KernelLibrary, Workers
+from compiler.contract.native_memory import Memory
 from compiler.contract.plan import Plan, PlanBuffer, parse_plan
 from compiler.contract.plan_format import (
-    ABI_VERSION,
     DTYPE_BYTES,
     MAX_ARENA_BYTES,
     MAX_CONTEXT_BYTES,
     Direction,
-    Status,
     align,
 )
 
-HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
-MAX_KERNELS_BYTES: Final = 64 * 1024 * 1024
 Buffer = bytes | bytearray | memoryview | mmap.mmap
-_MFD_EXEC: Final = 0x10
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-
-
-class NativeError(ContractError):
-    """The native plan could not be loaded or refused an argument."""
-
-    code: ClassVar[str] = "contract.native"
-
-
-class UnsupportedPlanError(NativeError):
-    """The kernels do not offer an operation of the plan, or speak another ABI."""
-
-    code: ClassVar[str] = "contract.native.unsupported"
-
-
-class TooManyTokensError(NativeError):
-    """More tokens than one run takes: feed them in several runs."""
-
-    code: ClassVar[str] = "contract.native.too_many_tokens"
-
-
-class ContextFullError(NativeError):
-    """The key/value cache has no room: truncate it or start again."""
-
-    code: ClassVar[str] = "contract.native.context_full"
-
-
-class ContextLostError(NativeError):
-    """The rows to go back to were overwritten by later ones: start again from length 0."""
-
-    code: ClassVar[str] = "contract.native.context_lost"
-
-
-class BadTokenError(NativeError):
-    """A token id is not in the vocabulary."""
-
-    code: ClassVar[str] = "contract.native.bad_token"
-
-
-class BadPositionError(NativeError):
-    """A position is beyond the model's table."""
-
-    code: ClassVar[str] = "contract.native.bad_position"
-
-
-class BadIndexError(NativeError):
-    """An index computed by the model points nowhere."""
-
-    code: ClassVar[str] = "contract.native.bad_index"
-
-
-class NotFiniteError(NativeError):
-    """An activation became infinite or NaN; there is no answer."""
-
-    code: ClassVar[str] = "contract.native.not_finite"
-
-
-_ERRORS: Final[Mapping[Status, tuple[type[NativeError], str]]] = MappingProxyType(
-    {
-        Status.BAD_PLAN: (NativeError, "the runtime refuses the plan"),
-        Status.UNSUPPORTED_OP: (UnsupportedPlanError, "the kernels lack an operation of the plan"),
-        Status.TOO_SMALL: (NativeError, "the memory given to the runtime is too small"),
-        Status.BAD_ARGUMENT: (NativeError, "the runtime refuses an argument"),
-        Status.TOO_MANY_TOKENS: (TooManyTokensError, "too many tokens in one run"),
-        Status.CONTEXT_LOST: (ContextLostError, "the context's older rows were overwritten"),
-        Status.CONTEXT_FULL: (ContextFullError, "the context is full"),
-        Status.BAD_TOKEN: (BadTokenError, "a token id is outside the vocabulary"),
-        Status.BAD_POSITION: (BadPositionError, "a position is outside the model's table"),
-        Status.BAD_INDEX: (BadIndexError, "an index points outside its operand"),
-        Status.NOT_FINITE: (NotFiniteError, "an activation is infinite or NaN"),
-    }
-)
-
-
-def raise_status(status: int, where: str) -> NoReturn:
-    """Raise the typed error of a status that is not OK."""
-    try:
-        kind, message = _ERRORS[Status(status)]
-    except (KeyError, ValueError):
-        raise NativeError(f"{where}: unknown status {status}") from None
-    raise kind(f"{where}: {message}")
-
-
-class KernelLibrary:
-    """The kernels of one target, loaded from a sealed memory file.
-
-    The file stays open while the library is loaded: the loader knows it by the number of its
-    descriptor, which must not be reused before.
-    """
-
-    def __init__(self, kernels: bytes | Path) -> None:
-        """Load the library.
-
-        Raises:
-            NativeError: It is no library of this machine, too large, or the file cannot be read.
-            UnsupportedPlanError: It speaks another ABI.
-        """
-        try:
-            data = kernels.read_bytes() if isinstance(kernels, Path) else kernels
-            if not 0 < len(data) <= MAX_KERNELS_BYTES:
-                raise NativeError(f"kernels of {len(data)} bytes are out of range")
-            fd = _sealed_file(data)
-        except OSError as error:
-            raise NativeError(f"kernels cannot be read: {error}") from error
-        try:
-            self._lib = ctypes.CDLL(f"/proc/self/fd/{fd}")
-        except OSError as error:
-            os.close(fd)
-            raise NativeError(f"kernels cannot be loaded: {error}") from error
-        self._unload = weakref.finalize(self, _unload, self._lib._handle, fd)
-        self._unload.atexit = False
-        try:
-            self._bind()
-        except AttributeError as error:
-            self.close()
-            raise NativeError(f"kernels cannot be loaded: {error}") from error
-        found = self.abi_version()
-        if found != ABI_VERSION:
-            self.close()
-            raise UnsupportedPlanError(f"kernels of ABI {found}, expected {ABI_VERSION}")
-
-    def _bind(self) -> None:
-        u32, i32, u64, pointer = ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_void_p
-        for name, result, arguments in (
-            ("sf_abi_version", u32, ()),
-            ("sf_sizes", i32, (pointer, u64, pointer)),
-            ("sf_init", i32, (pointer,)),
-            ("sf_run", i32, (pointer, u32, pointer)),
-            ("sf_kv_length", u32, (pointer,)),
-            ("sf_set_kv_length", i32, (pointer, u32)),
-        ):
-            function = getattr(self._lib, name)
-            function.restype, function.argtypes = result, arguments
-            setattr(self, name.removeprefix("sf_"), function)
-        self.run_calls = getattr(self._lib, "sf_run_calls", None)
-        if self.run_calls is not None:  # kernels built before it have none
-            self.run_calls.restype, self.run_calls.argtypes = i32, (pointer, u32, u32, u32, pointer)
-
-    abi_version: "ctypes._FuncPointer"
-    sizes: "ctypes._FuncPointer"
-    init: "ctypes._FuncPointer"
-    run: "ctypes._FuncPointer"
-    kv_length: "ctypes._FuncPointer"
-    set_kv_length: "ctypes._FuncPointer"
-    run_calls: "ctypes._FuncPointer | None"
-
-    def close(self) -> None:
-        """Unload the library; nothing of it may be called afterwards."""
-        self._unload()
-
-
-def _unload(handle: int, fd: int) -> None:
-    """Unload first: a library that stays loaded must keep its descriptor's number."""
-    _ctypes.dlclose(handle)
-    os.close(fd)
-
-
-def _sealed_file(data: bytes) -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        fd = os.memfd_create("sparsefleet-kernels", flags | _MFD_EXEC)
-    except OSError:  # a kernel before 6.3 does not know the flag and needs none
-        fd = os.memfd_create("sparsefleet-kernels", flags)
-    try:
-        with os.fdopen(os.dup(fd), "wb") as file:
-            file.write(data)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-class Memory:
-    """One anonymous mapping, its start aligned to a huge page, huge pages advised."""
-
-    def __init__(self, size: int) -> None:
-        """Map `size` bytes of zeros.
-
-        Raises:
-            NativeError: There is no memory.
-        """
-        try:
-            self._map = mmap.mmap(-1, size + HUGE_PAGE_BYTES)
-        except (OSError, ValueError, OverflowError) as error:
-            raise NativeError(f"cannot map {size} bytes: {error}") from error
-        anchor = ctypes.c_char.from_buffer(self._map)
-        base = ctypes.addressof(anchor)
-        del anchor
-        skip = -base % HUGE_PAGE_BYTES
-        self.address: Final = base + skip
-        self.view: Final = memoryview(self._map)[skip : skip + size]
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                self._map.madvise(mmap.MADV_HUGEPAGE, skip, align(size, mmap.PAGESIZE))
-            except OSError:  # a kernel without huge pages; slower, not wrong
-                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +73,8 @@ class NativePlan:
         kernels: bytes | Path,
         plan_bytes: bytes,
         sections: Mapping[str, Buffer],
+        *,
+        threads: int = 1,
     ) -> None:
         """Verify the plan, load kernels and weights, and build the runtime's context.
 
@@ -279,16 +82,23 @@ class NativePlan:
             kernels: The shared library for this machine, as bytes or as a file.
             plan_bytes: A plan; verified here.
             sections: At least the weight sections that the plan names.
+            threads: Threads that a run may use, the caller's among them, 1 to 64. The results are
+                the same bits with any number. Kernels built before threads use one.
 
         Raises:
             PlanError: The plan is malformed.
-            NativeError: Kernels or sections do not fit it.
+            NativeError: Kernels or sections do not fit it, or the number of threads is out of
+                range.
         """
+        if not 1 <= threads <= MAX_THREADS:
+            raise NativeError(f"{threads} threads are out of range: 1 to {MAX_THREADS}")
         self.plan: Final = parse_plan(plan_bytes)
         self._lock = threading.Lock()
+        self._workers: Workers | None = None
         self._library: KernelLibrary | None = KernelLibrary(kernels)
         try:
             self._load(self._library, plan_bytes, sections)
+            self._workers = Workers(self._library, self._context, self._memory, threads - 1)
         except BaseException:
             self.close()
             raise
@@ -443,8 +253,11 @@ class NativePlan:
     def close(self) -> None:
         """Unload the kernels. Memory goes when the last result view goes."""
         library, self._library = self._library, None
-        if library is not None:
-            library.close()
+        if library is None:
+            return
+        if self._workers is not None:
+            self._workers.close()
+        library.close()
 
     def __enter__(self) -> Self:
         return self

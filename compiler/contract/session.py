@@ -10,7 +10,7 @@ from math import isqrt
 from typing import Final, Protocol
 
 from compiler.contract.errors import ContractError, LimitExceededError
-from compiler.contract.native import ContextLostError
+from compiler.contract.native_errors import ContextLostError
 from compiler.contract.pipeline import COUNT, PREFILL, SEE, Pipeline, TokenSpec
 
 Buffer = bytes | bytearray | memoryview

@@ -42,6 +42,7 @@ _ENUMS: Final[tuple[type[IntEnum], ...]] = (
     PoolKind,
     ScatterKind,
 )
+_RUNTIME: Final = ("prelude", "vector", "math", "rows", "system", "pool")
 _TABLES: Final = ("sections", "weights", "buffers", "programs", "ports", "calls", "operands")
 
 
@@ -87,8 +88,7 @@ def render_runner(target: Target, ops: Iterable[Op]) -> str:
 
 def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
     specs = [registry.KERNELS[op] for op in ops]
-    found = ["runtime/prelude.c.in", "runtime/vector.c.in", "runtime/math.c.in"]
-    found.append("runtime/rows.c.in")
+    found = [f"runtime/{name}.c.in" for name in _RUNTIME]
     if any(spec.tiled for spec in specs):
         found += [tile.template, registry.W4_TEMPLATE]
     if any(spec.is_reference for spec in specs):
@@ -121,6 +121,7 @@ def _context(target: Target, ops: list[Op], tile: TileSpec) -> dict[str, object]
         "max_kv_bytes": plan_format.MAX_KV_BYTES,
         "max_plan_bytes": plan_format.MAX_PLAN_BYTES,
         "max_tokens": plan_format.MAX_TOKENS,
+        "min_piece_bytes": constants.MIN_PIECE_BYTES,
         "ops": [op.name for op in ops],
         "records": RECORDS,
         "maps": reference.MAPS,

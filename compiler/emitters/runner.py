@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from compiler.contract.native import raise_status
+from compiler.contract.native_errors import raise_status
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanProgram, parse_plan
 from compiler.contract.plan_format import DTYPE_BYTES, Direction, Status, align

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.contract.native import BadPositionError
+from compiler.contract.native_errors import BadPositionError
 from compiler.simulator.step import Cache, Results, Step, softmax_terms, taken
 
 Array = NDArray[Any]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler.contract.moe_rules import expert_kinds
-from compiler.contract.native import BadIndexError
+from compiler.contract.native_errors import BadIndexError
 from compiler.contract.operations import GATED, SIGMOID_ORDERS, ExpertAct, RouteOrder
 from compiler.kernels.constants import GELU
 from compiler.simulator.numerics import Numerics, relu, silu, tanh

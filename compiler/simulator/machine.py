@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.contract.native import NativeError, TooManyTokensError
+from compiler.contract.native_errors import NativeError, TooManyTokensError
 from compiler.contract.session import Buffer as Bytes
 from compiler.kernels.program import (
     ABSENT,

@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.contract.native import NotFiniteError
+from compiler.contract.native_errors import NotFiniteError
 from compiler.contract.operations import Act
 from compiler.kernels.constants import EXP, LOG, SMALLEST_AMAX
 from compiler.kernels.program import Weight

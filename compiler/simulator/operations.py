@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.contract.native import BadIndexError, BadTokenError
+from compiler.contract.native_errors import BadIndexError, BadTokenError
 from compiler.contract.operand_rules import complete_params
 from compiler.contract.operations import NormKind, Op, UnaryKind
 from compiler.simulator import experts as moe

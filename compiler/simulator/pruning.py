@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.contract.native import NotFiniteError
+from compiler.contract.native_errors import NotFiniteError
 from compiler.kernels.constants import LOG
 from compiler.simulator.numerics import Numerics
 

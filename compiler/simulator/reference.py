@@ -11,7 +11,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from compiler.contract.native import BadIndexError, NativeError
+from compiler.contract.native_errors import BadIndexError, NativeError
 from compiler.contract.operations import Op
 from compiler.contract.reference import (
     MapKind,

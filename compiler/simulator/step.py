@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.contract.native import ContextFullError, ContextLostError
+from compiler.contract.native_errors import ContextFullError, ContextLostError
 from compiler.simulator.numerics import Numerics
 
 Array = NDArray[Any]

@@ -4,7 +4,8 @@ import struct
 
 import pytest
 
-from compiler.contract.native import NativeError, _load_sections
+from compiler.contract.native import _load_sections
+from compiler.contract.native_errors import NativeError
 from compiler.contract.plan import PlanError, parse_plan
 from compiler.contract.plan_format import WEIGHT, Kind, weight_parts
 from compiler.emitters.plan import read_packed

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from compiler.contract.native import (
+from compiler.contract.native import NativePlan
+from compiler.contract.native_errors import (
     BadPositionError,
     BadTokenError,
     ContextFullError,
     NativeError,
-    NativePlan,
     NotFiniteError,
     TooManyTokensError,
 )

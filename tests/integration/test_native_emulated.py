@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from compiler.contract.native import BadTokenError
+from compiler.contract.native_errors import BadTokenError
 from compiler.contract.operations import Op
 from compiler.emitters.runner import ScriptRun, build_runner, play
 from compiler.errors import ToolchainError

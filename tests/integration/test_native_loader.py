@@ -7,14 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compiler.contract.native import (
-    HUGE_PAGE_BYTES,
-    KernelLibrary,
-    Memory,
-    NativeError,
-    NativePlan,
-    UnsupportedPlanError,
-)
+from compiler.contract.native import NativePlan
+from compiler.contract.native_errors import NativeError, UnsupportedPlanError
+from compiler.contract.native_library import KernelLibrary
+from compiler.contract.native_memory import HUGE_PAGE_BYTES, Memory
 from compiler.contract.operations import Op
 from compiler.contract.plan import PlanError
 from compiler.emitters.toolchain import build_kernels, compile_shared

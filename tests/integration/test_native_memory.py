@@ -10,8 +10,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from compiler.contract.native import KernelLibrary
 from compiler.contract.native_abi import SfArgs, SfSection, SfSetup, SfSizeReport
+from compiler.contract.native_library import KernelLibrary
 from compiler.contract.plan import Plan, parse_plan
 from compiler.contract.plan_format import Direction, align
 from compiler.kernels.program import Program

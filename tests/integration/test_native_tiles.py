@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from compiler.contract.native import NativeError
+from compiler.contract.native_errors import NativeError
 from compiler.contract.plan import PlanError, parse_plan
 from compiler.contract.plan_format import Kind
 from compiler.contract.tiles import live_tiles, tile_bytes, tile_parts

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compiler.contract.native import ContextLostError
+from compiler.contract.native_errors import ContextLostError
 from compiler.contract.plan import PlanError, parse_plan
 from compiler.contract.session import Session
 from compiler.driver.sections import pipeline_section

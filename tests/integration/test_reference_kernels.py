@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from compiler.contract.native import NativeError
+from compiler.contract.native_errors import NativeError
 from compiler.contract.operations import Op
 from compiler.contract.reference import MapKind, pack_geometry, unpack_geometry
 from compiler.kernels.program import Buffer, Call, Module, Program, Weight

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 
-from compiler.contract.native import NativeError
+from compiler.contract.native_errors import NativeError
 from compiler.contract.reference import MapKind, ReduceKind, ScatterKind, pack_geometry
 from compiler.driver.sections import index_check_rows
 from compiler.kernels import index_bounds

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from compiler.contract.native import NotFiniteError
+from compiler.contract.native_errors import NotFiniteError
 from compiler.simulator.numerics import Bits, Exact, Numerics
 from compiler.simulator.pruning import (
     TopP,

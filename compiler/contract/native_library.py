@@ -1,0 +1,173 @@
+"""The kernels of one target, loaded from a sealed memory file, and the threads lent to them.
+
+    kernels (.so bytes) -> sealed memory file -> dlopen
+
+The caller must have verified the signature: kernels are code. Standard library only.
+"""
+
+import _ctypes
+import ctypes
+import fcntl
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Final
+
+from compiler.contract.native_errors import NativeError, UnsupportedPlanError
+from compiler.contract.plan_format import ABI_VERSION
+
+MAX_KERNELS_BYTES: Final = 64 * 1024 * 1024
+MAX_THREADS: Final = 64
+_MFD_EXEC: Final = 0x10
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+class KernelLibrary:
+    """The kernels of one target, loaded from a sealed memory file.
+
+    The file stays open while the library is loaded: the loader knows it by the number of its
+    descriptor, which must not be reused before.
+    """
+
+    def __init__(self, kernels: bytes | Path) -> None:
+        """Load the library.
+
+        Raises:
+            NativeError: It is no library of this machine, too large, or the file cannot be read.
+            UnsupportedPlanError: It speaks another ABI.
+        """
+        try:
+            data = kernels.read_bytes() if isinstance(kernels, Path) else kernels
+            if not 0 < len(data) <= MAX_KERNELS_BYTES:
+                raise NativeError(f"kernels of {len(data)} bytes are out of range")
+            fd = _sealed_file(data)
+        except OSError as error:
+            raise NativeError(f"kernels cannot be read: {error}") from error
+        try:
+            self._lib = ctypes.CDLL(f"/proc/self/fd/{fd}")
+        except OSError as error:
+            os.close(fd)
+            raise NativeError(f"kernels cannot be loaded: {error}") from error
+        self._unload = weakref.finalize(self, _unload, self._lib._handle, fd)
+        self._unload.atexit = False
+        try:
+            self._bind()
+        except AttributeError as error:
+            self.close()
+            raise NativeError(f"kernels cannot be loaded: {error}") from error
+        found = self.abi_version()
+        if found != ABI_VERSION:
+            self.close()
+            raise UnsupportedPlanError(f"kernels of ABI {found}, expected {ABI_VERSION}")
+
+    def _bind(self) -> None:
+        u32, i32, u64, pointer = ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_void_p
+        for name, result, arguments in (
+            ("sf_abi_version", u32, ()),
+            ("sf_sizes", i32, (pointer, u64, pointer)),
+            ("sf_init", i32, (pointer,)),
+            ("sf_run", i32, (pointer, u32, pointer)),
+            ("sf_kv_length", u32, (pointer,)),
+            ("sf_set_kv_length", i32, (pointer, u32)),
+        ):
+            function = getattr(self._lib, name)
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name.removeprefix("sf_"), function)
+        self.run_calls = self._bind_newer("sf_run_calls", pointer, u32, u32, u32, pointer)
+        self.work = self._bind_newer("sf_work", pointer)
+        self.release = self._bind_newer("sf_release", pointer)
+
+    def _bind_newer(self, name: str, *arguments: type) -> "ctypes._FuncPointer | None":
+        function = getattr(self._lib, name, None)
+        if function is not None:  # kernels built before it have none
+            function.restype, function.argtypes = ctypes.c_int32, arguments
+        return function
+
+    abi_version: "ctypes._FuncPointer"
+    sizes: "ctypes._FuncPointer"
+    init: "ctypes._FuncPointer"
+    run: "ctypes._FuncPointer"
+    kv_length: "ctypes._FuncPointer"
+    set_kv_length: "ctypes._FuncPointer"
+    run_calls: "ctypes._FuncPointer | None"
+    work: "ctypes._FuncPointer | None"
+    release: "ctypes._FuncPointer | None"
+
+    def close(self) -> None:
+        """Unload the library; nothing of it may be called afterwards."""
+        self._unload()
+
+
+def _unload(handle: int, fd: int) -> None:
+    """Unload first: a library that stays loaded must keep its descriptor's number."""
+    _ctypes.dlclose(handle)
+    os.close(fd)
+
+
+def _sealed_file(data: bytes) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create("sparsefleet-kernels", flags | _MFD_EXEC)
+    except OSError:  # a kernel before 6.3 does not know the flag and needs none
+        fd = os.memfd_create("sparsefleet-kernels", flags)
+    try:
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(data)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class Workers:
+    """Threads that help with every run of one context until they are sent home.
+
+    They spin for about 0.3 ms after the last piece of work, then sleep. They hold the library and
+    the context's memory, so neither can go while one of them is inside.
+    """
+
+    def __init__(self, library: KernelLibrary, context: int, keeps: object, count: int) -> None:
+        """Start `count` threads; none if the kernels were built before threads.
+
+        Args:
+            library: The kernels.
+            context: Address of a context of theirs.
+            keeps: Owner of the context's memory.
+            count: How many threads to lend besides the caller's.
+        """
+        self._dismiss: weakref.finalize[..., object] | None = None
+        work, release = library.work, library.release
+        if not count or work is None or release is None:
+            return
+        held = (library, keeps)
+        threads: list[threading.Thread] = []
+        for number in range(1, count + 1):
+            name = f"sparsefleet-kernels-{number}"
+            thread = threading.Thread(
+                target=_lend, args=(work, context, held), name=name, daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more; fewer are slower, not wrong
+                break
+            threads.append(thread)
+        self._dismiss = weakref.finalize(self, _dismiss, release, context, threads, held)
+
+    def close(self) -> None:
+        """Send the threads home and wait for them."""
+        if self._dismiss is not None:
+            self._dismiss()
+
+
+def _lend(work: "ctypes._FuncPointer", context: int, _keeps: object) -> None:
+    work(context)
+
+
+def _dismiss(
+    release: "ctypes._FuncPointer", context: int, threads: list[threading.Thread], _keeps: object
+) -> None:
+    release(context)
+    for thread in threads:
+        thread.join()

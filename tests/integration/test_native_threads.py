@@ -1,0 +1,207 @@
+"""Several threads: the same bits with any number of them, and none left behind."""
+
+import gc
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from compiler.contract.native import NativePlan
+from compiler.contract.native_errors import NativeError
+from compiler.contract.native_library import MAX_THREADS
+from compiler.kernels.constants import MIN_PIECE_BYTES
+from compiler.kernels.program import Act, ExpertAct, KvCache, Op
+from tests.factories.kernels import Case, library, native_targets, raw
+from tests.factories.modules import single_call
+
+RANDOM = np.random.default_rng(23)
+COUNTS = (2, 3, 8)
+ROWS = 9
+NAME = "sparsefleet-kernels-"
+
+
+def f32(*shape: int) -> tuple[str, np.ndarray]:
+    return ("f32", RANDOM.standard_normal(shape).astype(np.float32))
+
+
+def w4(n: int, k: int) -> tuple[str, np.ndarray]:
+    return ("w4", (k**-0.5 * RANDOM.standard_normal((n, k))).astype(np.float32))
+
+
+def linear(op: Op) -> Case:
+    n, k = 1000, 1056
+    weight = w4(n, k) if op is Op.LINEAR else f32(n, k)
+    ports = [(None, k, "f32"), (None, n, "f32")]
+    module = single_call(
+        op, ports, [(None, n, "f32")], [weight, f32(n)], {"act": Act.SILU}, max_tokens=ROWS
+    )
+    return Case.of(module)
+
+
+def experts() -> Case:
+    width, hidden, count = 512, 544, 4
+    weights = [w for _ in range(count) for w in (w4(2 * hidden, width), w4(width, hidden))]
+    module = single_call(
+        Op.EXPERTS,
+        [(None, width, "f32"), (None, 2, "i32"), (None, 2, "f32")],
+        [(None, width, "f32")],
+        weights,
+        {"act": ExpertAct.SWIGLU},
+        max_tokens=ROWS,
+    )
+    return Case.of(module)
+
+
+def attention() -> Case:
+    width, heads = 1024, 16
+    ports = [(None, width, "f32")] * 3
+    params = {"heads": heads, "scale": 0.125, "kv_layer": 0}
+    cache = KvCache(1, heads, width // heads, 256)
+    module = single_call(
+        Op.ATTENTION, ports, [(None, width, "f32")], [], params, kv=cache, max_tokens=ROWS
+    )
+    return Case.of(module)
+
+
+def conv() -> Case:
+    side, depth, channels = 24, 32, 96
+    module = single_call(
+        Op.CONV2D,
+        [(side * side, depth, "f32")],
+        [(side * side, channels, "f32")],
+        [f32(channels, 9 * depth), f32(channels)],
+        {"kh": 3, "kw": 3, "stride": 1, "pad": 1, "act": Act.RELU, "H": side, "W": side},
+        max_tokens=ROWS,
+    )
+    return Case.of(module)
+
+
+CASES = {
+    "linear": linear(Op.LINEAR),
+    "linear_f32": linear(Op.LINEAR_F32),
+    "experts": experts(),
+    "attention": attention(),
+    "conv2d": conv(),
+}
+
+
+def inputs(case: Case, rows: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(rows)
+    found: dict[str, np.ndarray] = {}
+    for role, at in case.module.programs[0].inputs.items():
+        buffer = case.module.buffers[at]
+        shape = (rows if buffer.dynamic else buffer.rows, buffer.cols)
+        if buffer.dtype == "i32":
+            found[role] = np.stack([random.permutation(4)[:2] for _ in range(rows)]).astype("i4")
+        else:
+            found[role] = random.standard_normal(shape).astype(np.float32)
+    return found
+
+
+def load(case: Case, target: str, threads: int) -> NativePlan:
+    sections = case.emitted.sections
+    return NativePlan(library(target), case.emitted.plan_bytes, sections, threads=threads)
+
+
+def ours() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(NAME)]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("target", native_targets())
+def test_it_gives_the_same_bits_with_any_number_of_threads(name: str, target: str) -> None:
+    case = CASES[name]
+    expected = [raw(load(case, target, 1).run("run", inputs(case, rows))) for rows in (1, ROWS)]
+    simulated = case.simulator().run("run", inputs(case, ROWS))
+    assert all(bytes(np.asarray(simulated[role]).data) == expected[1][role] for role in simulated)
+    for count in COUNTS:
+        with load(case, target, count) as plan:
+            assert len(ours()) == count - 1
+            for _ in range(6):
+                for rows, result in zip((1, ROWS), expected, strict=True):
+                    assert raw(plan.run("run", inputs(case, rows))) == result
+                    plan.kv_length = 0
+        assert ours() == []
+
+
+def test_it_shares_work_that_is_worth_it() -> None:
+    case = CASES["linear"]
+    assert sum(map(len, case.emitted.sections.values())) > 4 * MIN_PIECE_BYTES
+    with load(case, native_targets()[0], 2) as plan:
+        before = cpu_ticks(ours()[0])
+        end = time.monotonic() + 20
+        while cpu_ticks(ours()[0]) == before and time.monotonic() < end:
+            plan.run("run", inputs(case, ROWS))
+        assert cpu_ticks(ours()[0]) > before
+
+
+def test_its_threads_sleep_when_there_is_nothing_to_do_and_wake_again() -> None:
+    case = CASES["linear"]
+    with load(case, native_targets()[0], 3) as plan:
+        expected = raw(plan.run("run", inputs(case, ROWS)))
+        for _ in range(20):
+            wait_until_asleep()
+            assert raw(plan.run("run", inputs(case, ROWS))) == expected
+
+
+def test_it_sends_its_threads_home_when_forgotten() -> None:
+    plan = load(CASES["linear"], native_targets()[0], 3)
+    assert len(ours()) == 2
+    del plan
+    gc.collect()
+    assert ours() == []
+    assert "sparsefleet-kernels" not in Path("/proc/self/maps").read_text()
+
+
+def test_it_comes_and_goes_while_running() -> None:
+    case = CASES["experts"]
+    expected = raw(load(case, native_targets()[-1], 1).run("run", inputs(case, ROWS)))
+    for count in range(1, 40):
+        with load(case, native_targets()[-1], 1 + count % 4) as plan:
+            assert raw(plan.run("run", inputs(case, ROWS))) == expected
+    assert ours() == []
+
+
+@pytest.mark.parametrize("count", [0, -1, MAX_THREADS + 1])
+def test_it_refuses_a_number_of_threads_that_makes_no_sense(count: int) -> None:
+    with pytest.raises(NativeError, match="threads"):
+        load(CASES["linear"], native_targets()[0], count)
+
+
+def test_it_goes_on_with_fewer_threads_if_the_system_has_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    case = CASES["linear"]
+    expected = raw(load(case, native_targets()[0], 1).run("run", inputs(case, ROWS)))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with load(case, native_targets()[0], 4) as plan:
+        assert len(ours()) == 1
+        assert raw(plan.run("run", inputs(case, ROWS))) == expected
+
+
+def stat(thread: threading.Thread) -> list[str]:
+    text = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+    return text.rpartition(")")[2].split()
+
+
+def cpu_ticks(thread: threading.Thread) -> int:
+    fields = stat(thread)
+    return int(fields[11]) + int(fields[12])
+
+
+def wait_until_asleep() -> None:
+    end = time.monotonic() + 30
+    while any(stat(thread)[0] != "S" for thread in ours()):
+        assert time.monotonic() < end, "a thread spins on without work"
+        time.sleep(0.001)
