@@ -2,7 +2,11 @@
 
 import sys
 
-from compiler.driver.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from compiler.driver.cli import main
+
+        status = main()
+    except KeyboardInterrupt:  # before `main` could take it
+        status = 130
+    sys.exit(status)

@@ -24,11 +24,12 @@ def write_bundle(bundle: CompiledBundle, directory: Path) -> None:
     """Write a bundle; the manifest comes last, so that a directory with one is whole.
 
     Only the manifest waits for the disk: its digests tell a section that a power cut left torn.
+    What a bundle that was here before had beyond this one goes; other files stay.
 
     Raises:
         OSError: The directory cannot be written.
     """
-    (directory / MANIFEST).unlink(missing_ok=True)
+    _remove_older(directory, keep=frozenset(bundle.sections))
     for component, data in bundle.sections.items():
         write_atomic(directory / SECTIONS / component, data, is_durable=False)
     report = json.dumps(bundle.report, indent=1) + "\n"
@@ -36,6 +37,18 @@ def write_bundle(bundle: CompiledBundle, directory: Path) -> None:
         write_atomic(directory / name, text.encode(), is_durable=False)
     write_atomic(directory / REPORT, report.encode(), is_durable=False)
     write_atomic(directory / MANIFEST, bundle.manifest.to_bytes())
+
+
+def _remove_older(directory: Path, *, keep: frozenset[str]) -> None:
+    """Remove the manifest of a bundle that was here before, and its sections that go."""
+    path = directory / MANIFEST
+    try:
+        older = {section.component for section in parse_manifest(path.read_bytes()).sections}
+    except (OSError, ContractError):
+        older = set()
+    path.unlink(missing_ok=True)
+    for component in older - keep:
+        (directory / SECTIONS / component).unlink(missing_ok=True)
 
 
 def read_bundle(directory: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:

@@ -21,6 +21,8 @@ OK: Final = 0
 USER_FAULT: Final = 1
 BAD_ARGUMENTS: Final = 2
 OUR_FAULT: Final = 3
+INTERRUPTED: Final = 130
+"""As a shell reports a process that Ctrl-C ended."""
 EPILOG: Final = (
     "exit status: 0 done, 1 the submission or bundle is at fault, 2 wrong arguments, 3 our fault"
 )
@@ -43,6 +45,14 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(words)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
+
+
+def _run(words: Sequence[str]) -> int:
     asked = next((word for word in words if word in COMMANDS), "")
     command = load(asked) if asked else None
     options = _parser(asked, command).parse_args(words)
@@ -52,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.show(command.run(options, console))
     except BrokenPipeError:  # the reader of our output left, e.g. `head`
         sys.stderr.close()
+    except KeyboardInterrupt:
+        console.clear()
+        raise
     except (CompilerError, ContractError) as error:
         console.fail(error, error.hint, error.code)
         return _status(error)

@@ -86,7 +86,10 @@ def evaluate_bundle(
     """
     pipeline = parse_pipeline(sections["pipeline"])
     if pipeline.image is None:
-        raise ContractError("this bundle answers no questions about pictures")
+        raise ContractError(
+            "this bundle answers no questions about pictures",
+            hint="`python -m compiler simulate` runs any bundle on inputs of your own",
+        )
     cards = read_cards(directory, stem, pipeline.image)[:most_cards]
     if not any(card.questions for card in cards):
         raise MalformedModelError(f"the {stem} set asks nothing")

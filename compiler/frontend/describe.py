@@ -140,10 +140,11 @@ def _pinned(
             sizes.append(int(given or 0))
         shapes[info.name] = sizes
     if missing:
+        names = dict.fromkeys(axis.name or axis.how for axis in missing)
         raise MalformedModelError(
             "these sizes are free: " + ", ".join(axis.how for axis in missing),
             hint="give each one a size, by name or as input:axis, for example "
-            + " ".join(f"{axis.name or axis.how}=1" for axis in missing[:3]),
+            + " ".join(f"--dim {name}=1" for name in list(names)[:3]),
         )
     return shapes
 
@@ -170,7 +171,10 @@ def _check_names(
         )
     wrong = [name for name, size in dims.items() if size < 1]
     if wrong:
-        raise MalformedModelError(f"size {dims[wrong[0]]} of {wrong[0]!r} is not positive")
+        raise MalformedModelError(
+            f"size {dims[wrong[0]]} of {wrong[0]!r} is not positive",
+            hint=f"give the size that the model will run with, for example --dim {wrong[0]}=8",
+        )
 
 
 def _roles(infos: Sequence[onnx.ValueInfoProto], constants: Mapping[str, float]) -> list[str]:

@@ -50,7 +50,7 @@ def input_type(port: Port, info: onnx.ValueInfoProto, component: str) -> tuple[s
     dtype = _dtype(tensor.elem_type, where)
     allowed = ("int64", "int32") if port.role in _INTEGER_ROLES else ("float32",)
     if dtype not in allowed:
-        raise MalformedModelError(f"{where} has element type {dtype}")
+        raise _wrong_type(where, dtype, allowed)
     sizes = [d.dim_value if d.HasField("dim_value") else None for d in tensor.shape.dim]
     fitting = [t for t in TEMPLATES[port.role] if len(t) == len(sizes)]
     if not fitting:
@@ -71,7 +71,7 @@ def pinned_type(
     tensor = info.type.tensor_type
     dtype = _dtype(tensor.elem_type, where)
     if dtype not in PINNED_TYPES:
-        raise MalformedModelError(f"{where} has element type {dtype}")
+        raise _wrong_type(where, dtype, sorted(PINNED_TYPES))
     declared = [d.dim_value if d.dim_value > 0 else None for d in tensor.shape.dim]
     if tensor.HasField("shape") and len(declared) != len(sizes):
         raise MalformedModelError(f"{where} has {len(declared)} axes, pinned are {len(sizes)}")
@@ -108,6 +108,14 @@ def _dtype(elem_type: int, where: str) -> str:
     except KeyError as error:
         raise MalformedModelError(f"{where} has unknown element type {elem_type}") from error
     return widened(name)
+
+
+def _wrong_type(where: str, dtype: str, allowed: Sequence[str]) -> MalformedModelError:
+    name = "string" if dtype == "object" else dtype
+    return MalformedModelError(
+        f"{where} has element type {name}",
+        hint=f"export it as one of: {', '.join(allowed)} (float16 and bfloat16 are widened)",
+    )
 
 
 def _bind(template: Template, sizes: Sequence[int | None], where: str) -> list[Dim]:

@@ -58,11 +58,14 @@ class Console:
         self._as_json = as_json
         self._is_terminal = sys.stderr.isatty()
         self._open = False
+        self._last = ""
 
     def progress(self, stage: str, fraction: float) -> None:
         """Show that `stage` has begun and how much of the whole work is done."""
         if not self._is_terminal:
-            sys.stderr.write(f"{fraction:>5.0%} {stage}\n")
+            line = f"{fraction:>5.0%} {stage}\n"
+            sys.stderr.write(line if line != self._last else "")
+            self._last = line
             return
         done = round(fraction * BAR_CELLS)
         bar = "#" * done + "." * (BAR_CELLS - done)

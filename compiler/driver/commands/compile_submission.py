@@ -2,6 +2,8 @@
 
 import argparse
 from pathlib import Path
+from shlex import quote
+from typing import Final
 
 from compiler.contract.canonical import Json
 from compiler.driver.bundle_files import read_bundle, write_bundle
@@ -19,6 +21,14 @@ from compiler.driver.commands.base import (
 from compiler.driver.compile import compile_model
 from compiler.driver.limit_options import add_limit_options, limits_of
 from compiler.driver.options import CompileOptions
+from compiler.frontend.pipeline_json import FILE_NAME
+from compiler.hardware.targets import TARGETS
+
+_NEEDED: Final = (
+    ("submission", "a submission", "name a directory with pipeline.json, as `import` writes it"),
+    ("target", "--target", f"one of {', '.join(target.id for target in TARGETS)}"),
+    ("out", "--out", "name a directory for the bundle"),
+)
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +62,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, console: Console) -> Answer:
     if options.cache_info:
         return _cache_info(options)
-    for name in ("submission", "target", "out"):
-        if getattr(options, name) is None:
-            raise UsageError(f"compile needs {name}", hint="see: python -m compiler compile --help")
+    _check(options)
     require_writable(options.out)
     base = read_bundle(options.base) if options.base else None
     bundle = compile_model(
@@ -94,8 +102,29 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
         f"{len(manifest.sections)} sections, {manifest.total_bytes} bytes, "
         f"verified on {manifest.verified_on}",
         f"manifest sha256 {manifest.sha256}",
+        f"next: python -m compiler explain {quote(str(options.out))}",
     ]
     return Answer(lines, document)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse a line that lacks something, and a place for the bundle that is taken.
+
+    Raises:
+        UsageError: Names what to add or to change.
+    """
+    for name, shown, hint in _NEEDED:
+        if getattr(options, name) is None:
+            raise UsageError(f"compile needs {shown}", hint=hint)
+    if options.submission.is_file():
+        raise UsageError(
+            f"{options.submission} is a file, compile takes a submission directory",
+            hint=f"make one: python -m compiler import {quote(str(options.submission))} --out DIR",
+        )
+    if (options.out / FILE_NAME).exists():
+        raise UsageError(
+            f"{options.out} holds a submission", hint="name another directory for the bundle"
+        )
 
 
 def _cache_info(options: argparse.Namespace) -> Answer:

@@ -1,12 +1,11 @@
 """`evaluate`: how often a bundle answers a set of questions as expected."""
 
 import argparse
-import json
 from pathlib import Path
 
 from compiler.driver.bundle_files import read_bundle
-from compiler.driver.commands.base import Answer, Command, Console
-from compiler.driver.evaluate import evaluate_bundle
+from compiler.driver.commands.base import Answer, Command, Console, table
+from compiler.driver.evaluate import Scores, evaluate_bundle
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +25,19 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
         stem=options.set,
         most_cards=options.most or None,
         in_simulator=options.simulator,
-    ).to_json()
-    return Answer(json.dumps(scores, indent=1).splitlines(), scores)
+    )
+    return Answer(_lines(scores), scores.to_json())
+
+
+def _lines(scores: Scores) -> list[str]:
+    rows = [(f"  {kind}", f"{share:.1%}") for kind, share in scores.accuracy_by_kind.items()]
+    return [
+        f"{scores.accuracy:.1%} of {scores.questions} questions about {scores.cards} cards"
+        " answered as expected",
+        *table(rows, right=frozenset({1})),
+        f"{scores.mean_answer_tokens:.2f} tokens an answer (99 % have at most"
+        f" {scores.p99_answer_tokens}), {scores.cut_off_ratio:.1%} cut off, {scores.calls} calls",
+    ]
 
 
 COMMAND = Command(

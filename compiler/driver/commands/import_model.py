@@ -6,13 +6,15 @@ What the files leave open is given on the line; an option of the other kind of s
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Final, TypeVar
 
 from compiler.contract.canonical import Json
 from compiler.driver.commands.base import Answer, Command, Console, UsageError, require_writable
 from compiler.frontend.describe import write_submission
 from compiler.frontend.families import FamilyOptions, write_family_submission
-from compiler.passes.pipeline_spec import QUANTISE_NONE, PipelineSpec
+from compiler.frontend.pipeline_json import FILE_NAME
+from compiler.passes.pipeline_spec import QUANTISE_NONE, PipelineSpec, Port
 
 Number = TypeVar("Number", int, float)
 
@@ -60,6 +62,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, console: Console) -> Answer:
+    _check_source(options.source)
     require_writable(options.out)
     is_family = options.source.is_dir()
     _refuse_others(options, FILE_OPTIONS if is_family else FAMILY_OPTIONS, is_family=is_family)
@@ -70,16 +73,40 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
             "file": component.file,
             "inputs": {port.name: port.role for port in component.inputs},
             "outputs": {port.name: port.role for port in component.outputs},
+            "shapes": {p.name: list(p.shape) for p in component.inputs if p.shape is not None},
         }
         for component in spec.components
     }
-    lines = [f"{options.out}: family {spec.family}, {len(spec.components)} components"]
+    lines = [f"{options.out}: a submission of family {spec.family}"]
     for component in spec.components:
-        inputs = ", ".join(f"{port.name} ({port.role})" for port in component.inputs)
-        outputs = ", ".join(f"{port.name} ({port.role})" for port in component.outputs)
+        inputs = ", ".join(map(_shown, component.inputs))
+        outputs = ", ".join(map(_shown, component.outputs))
         lines.append(f"  {component.name}: {inputs} -> {outputs}")
-    lines.append(f"next: python -m compiler compile {options.out} --target TARGET --out BUNDLE")
+    out = quote(str(options.out))
+    lines.append(f"next: python -m compiler compile {out} --target TARGET --out BUNDLE")
     return Answer(lines, {"family": spec.family, "components": components, "out": str(options.out)})
+
+
+def _check_source(source: Path) -> None:
+    """Refuse what is no source at all.
+
+    Raises:
+        UsageError: Nothing is there, or it is a submission already.
+    """
+    if not source.exists():
+        raise UsageError(f"{source} does not exist", hint="name an ONNX file or a directory")
+    if (source / FILE_NAME).exists():
+        raise UsageError(
+            f"{source} is a submission already",
+            hint=f"next: python -m compiler compile {quote(str(source))} --target TARGET"
+            " --out BUNDLE",
+        )
+
+
+def _shown(port: Port) -> str:
+    """Return name, role and pinned shape of a port."""
+    sizes = f" {'x'.join(map(str, port.shape)) or 'scalar'}" if port.shape is not None else ""
+    return f"{port.name} (role {port.role}{sizes})"
 
 
 def _import_file(options: argparse.Namespace) -> PipelineSpec:

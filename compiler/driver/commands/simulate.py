@@ -36,6 +36,7 @@ from compiler.simulator import Simulator
 
 RANDOM: Final = "random"
 SEED: Final = 1
+SHOWN_VALUES: Final = 6
 MAX_JSON_BYTES: Final = 256 * 1024 * 1024
 _DTYPES: Final[Mapping[str, Any]] = {"f32": np.float32, "i32": np.int32, "u8": np.uint8}
 Arrays = dict[str, NDArray[Any]]
@@ -139,11 +140,13 @@ def _fitting(array: NDArray[Any], module: Module, at: int, what: str) -> NDArray
     buffer = module.buffers[at]
     rows = "T" if buffer.dynamic else str(buffer.rows)
     wanted = f"{buffer.dtype} of {rows} x {buffer.cols}"
-    if array.size == 0 or array.size % buffer.cols:
-        raise ContractError(f"{what} has shape {array.shape}, expected {wanted}")
+    held = array.size // buffer.cols
+    if array.size == 0 or array.size % buffer.cols or not (buffer.dynamic or held == buffer.rows):
+        raise ContractError(
+            f"{what} has shape {array.shape}, expected {wanted}",
+            hint="any shape of as many elements in C order will do, such as the ONNX file's own",
+        )
     shaped = array.reshape(-1, buffer.cols)
-    if not buffer.dynamic and len(shaped) != buffer.rows:
-        raise ContractError(f"{what} has shape {array.shape}, expected {wanted}")
     cast = shaped.astype(_DTYPES[buffer.dtype])
     if buffer.dtype != "f32" and not np.array_equal(cast, shaped):
         raise ContractError(f"{what} holds values that no {buffer.dtype} can hold")
@@ -171,6 +174,8 @@ def _read(path: Path) -> Arrays:
         if path.suffix == ".json":
             document = parse_object(path.read_bytes(), limit_bytes=MAX_JSON_BYTES)
             return {role: np.array(value) for role, value in document.items()}
+        with zipfile.ZipFile(path):
+            pass  # what else numpy reads holds one array, or none
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return {role: archive[role] for role in archive.files}
     except OSError as error:
@@ -178,7 +183,10 @@ def _read(path: Path) -> Arrays:
             f"{path} cannot be read: {error.strerror or error}", hint="name a .npz or .json file"
         ) from error
     except (ValueError, AttributeError, EOFError, zipfile.BadZipFile) as error:
-        raise ContractError(f"{path} is no .npz or .json of arrays: {error}") from error
+        raise ContractError(
+            f"{path} is no .npz or .json of arrays: {error}",
+            hint="numpy.savez(FILE, ROLE=ARRAY) writes one, as does JSON of ROLE: nested lists",
+        ) from error
 
 
 def _native(model: _Model, cache_dir: Path | None) -> NativePlan:
@@ -224,10 +232,27 @@ def _rows(
             "output": role,
             "shape": list(array.shape),
             "dtype": array.dtype.name,
+            **_values(array),
             **_compared(array, theirs.get(role), module, program, role),
         }
         for role, array in sorted(ours.items())
     ]
+
+
+def _values(array: NDArray[Any]) -> dict[str, Json]:
+    """Return the first elements, and least and greatest of the finite ones."""
+    finite = array[np.isfinite(array)]
+    found: dict[str, Json] = {
+        "first": [_number(value) for value in array.reshape(-1)[:SHOWN_VALUES].tolist()],
+        "not_finite": int(array.size - finite.size),
+    }
+    if finite.size:
+        found |= {"min": finite.min().item(), "max": finite.max().item()}
+    return found
+
+
+def _number(value: float) -> Json:
+    return value if np.isfinite(value) else str(value)
 
 
 def _compared(
@@ -250,10 +275,16 @@ def _npz(arrays: Arrays) -> bytes:
     return file.getvalue()
 
 
-def _line(row: Mapping[str, Json]) -> str:
+def _line(row: Mapping[str, Any]) -> str:
     text = f"run {row['run']} {row['program']}: {row['output']} {row['dtype']} {row['shape']}"
+    first = " ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row["first"])
+    text += f" = {first}" + (" ..." if np.prod(row["shape"]) > len(row["first"]) else "")
+    if "min" in row:
+        text += f", from {row['min']:.4g} to {row['max']:.4g}"
+    if row["not_finite"]:
+        text += f", {row['not_finite']} not finite"
     if "equal_bits" in row:
-        text += " same bits as native code" if row["equal_bits"] else ", native code differs"
+        text += ", same bits as native code" if row["equal_bits"] else ", native code differs"
         text += f", largest relative difference {row['relative_error']:.3g}"
     return text
 

@@ -40,6 +40,20 @@ def test_it_reads_back_what_it_wrote(tmp_path) -> None:
     assert read_bundle(tmp_path) == (MANIFEST, SECTIONS)
 
 
+def test_it_takes_away_what_the_bundle_before_had_beyond_this_one(tmp_path) -> None:
+    write_bundle(BUNDLE, tmp_path)
+    (tmp_path / "notes.txt").write_text("mine")
+    smaller = dataclasses.replace(
+        BUNDLE,
+        manifest=dataclasses.replace(MANIFEST, sections=MANIFEST.sections[:1]),
+        sections={"plan": SECTIONS["plan"]},
+    )
+    write_bundle(smaller, tmp_path)
+    assert [path.name for path in (tmp_path / "sections").iterdir()] == ["plan"]
+    assert read_bundle(tmp_path) == (smaller.manifest, smaller.sections)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 def test_it_notices_a_flipped_bit_and_missing_files(tmp_path) -> None:
     write_bundle(BUNDLE, tmp_path)
     path = tmp_path / "sections" / "plan"

@@ -61,8 +61,14 @@ def test_it_turns_errors_into_lines_and_a_status(
             "model 'A/B' cannot be released",
         ),
         (["compile", "{}", "--target", "x86-64-v3", "--out", "{}/file/o"], 2, "file is a file"),
-        (["compile", "{}", "--target", "x86-64-v3"], 2, "compile needs out"),
-        (["compile", "--target", "x86-64-v3", "--out", "{}/o"], 2, "compile needs submission"),
+        (["compile", "{}", "--target", "x86-64-v3"], 2, "compile needs --out"),
+        (["compile", "{}", "--out", "{}/o"], 2, "compile needs --target"),
+        (["compile", "{}/file", "--target", "x86-64-v3", "--out", "{}/o"], 2, "is a file"),
+        (["compile", "{}", "--target", "x86-64-v3", "--out", "{}/s"], 2, "holds a submission"),
+        (["import", "{}/no.onnx", "--out", "{}/o"], 2, "no.onnx does not exist"),
+        (["import", "{}/s", "--out", "{}/o"], 2, "is a submission already"),
+        (["import", "{}/file", "--out", "{}/o"], 1, "file is empty"),
+        (["compile", "--target", "x86-64-v3", "--out", "{}/o"], 2, "compile needs a submission"),
         (["compile", "--cache-info"], 2, "--cache-info needs --cache"),
         (["explain", "{}"], 1, "no bundle in"),
         (["evaluate", "{}", "{}"], 1, "no bundle in"),
@@ -75,6 +81,8 @@ def test_it_says_what_is_wrong_with_the_arguments(
     capsys, tmp_path, arguments, status, message
 ) -> None:
     (tmp_path / "file").write_text("")
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "pipeline.json").write_text("{}")
     assert cli.main([item.format(tmp_path) for item in arguments]) == status
     lines = capsys.readouterr().err.splitlines()
     error, hint = [line for line in lines if line.startswith(("error: ", "hint: "))]
@@ -158,3 +166,24 @@ def test_every_limit_is_an_option(tmp_path, capsys) -> None:
         cli.main(["compile", "--help"])
     shown = capsys.readouterr().out
     assert all(f"--{f.name.replace('_', '-')}" in shown for f in fields(ImportLimits))
+
+
+def test_it_says_that_it_was_interrupted_and_leaves_no_bundle(
+    monkeypatch, capsys, tmp_path
+) -> None:
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_submission, "compile_model", stop)
+    arguments = ["compile", str(tmp_path), "--target", "x86-64-v3", "--out", str(tmp_path / "o")]
+    assert cli.main(arguments) == cli.INTERRUPTED
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "interrupted\n")
+    assert not (tmp_path / "o").exists()
+
+
+def test_it_shows_a_stage_once_where_there_is_no_terminal(capsys) -> None:
+    console = Console(as_json=False)
+    for stage, fraction in (("import", 0.0), ("import", 0.0), ("raise", 0.1), ("raise", 0.15)):
+        console.progress(stage, fraction)
+    assert capsys.readouterr().err.splitlines() == ["   0% import", "  10% raise", "  15% raise"]

@@ -181,6 +181,7 @@ def test_it_imports_an_onnx_file_and_compiles_what_it_wrote(capsys, world, tmp_p
     (component,) = found["components"].values()
     assert component["inputs"].keys() == {"x"}
     assert component["outputs"].keys() == {"y"}
+    assert component["shapes"]["x"][0] == 4
     done = ask(
         *(capsys, "compile", tmp_path / "s", "--target", TARGET, "--out", tmp_path / "o"),
         *("--cache", world / "cache"),
@@ -220,7 +221,8 @@ def test_it_says_what_an_import_lacks(capsys, world, tmp_path) -> None:
         assert status == cli.BAD_ARGUMENTS
         assert "for example" in error["hint"]
     status, error = fails(capsys, "import", tmp_path / "none.onnx", "--out", tmp_path / "s")
-    assert status == cli.USER_FAULT
+    assert status == cli.BAD_ARGUMENTS
+    assert "does not exist" in error["message"]
     status, error = fails(
         capsys, "import", source, "--out", tmp_path / "s", "--dim", "T=4", "--dim", "U=3"
     )
@@ -272,7 +274,18 @@ def test_it_reads_inputs_as_json(capsys, world, tmp_path) -> None:
         *(capsys, "simulate", world / "one", "--run", f"forward={tmp_path / 'in.json'}"),
         *("--run", "forward=random"),
     )
-    assert [row["shape"] for row in document["outputs"]] == [[2, WIDTH], [1, WIDTH]]
+    zeros, other = document["outputs"]
+    assert [row["shape"] for row in (zeros, other)] == [[2, WIDTH], [1, WIDTH]]
+    assert (zeros["first"], zeros["min"], zeros["max"]) == ([0.0] * 6, 0.0, 0.0)
+    assert other["min"] < 0 < other["max"]
+    assert other["not_finite"] == 0
+
+
+def test_it_prints_values_of_outputs(capsys, world, tmp_path) -> None:
+    (tmp_path / "in.json").write_text(json.dumps({"tensor": [[0.0] * WIDTH]}))
+    arguments = ["simulate", world / "one", "--run", f"forward={tmp_path / 'in.json'}"]
+    assert cli.main([str(item) for item in arguments]) == cli.OK
+    assert f"[1, {WIDTH}] = 0 0 0 0 0 0 ..., from 0 to 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

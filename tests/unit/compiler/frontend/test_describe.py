@@ -53,7 +53,7 @@ def test_it_lists_every_size_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(MalformedModelError) as caught:
         write_submission(model(tmp_path), tmp_path / "s", {}, {"rate": 1.0})
     assert "batch (or x:0), x:1, batch (or the ids:0)" in str(caught.value)
-    assert "batch=1" in caught.value.hint
+    assert caught.value.hint.endswith("for example --dim batch=1 --dim x:1=1")
     assert not (tmp_path / "s").exists()
 
 
@@ -71,3 +71,15 @@ def test_it_refuses_names_and_sizes_that_do_not_fit(
 ) -> None:
     with pytest.raises(MalformedModelError, match=message):
         write_submission(model(tmp_path), tmp_path / "s", dims, constants)
+
+
+def test_it_names_the_element_types_an_input_may_have(tmp_path: Path) -> None:
+    kinds = onnx.TensorProto
+    info = [helper.make_tensor_value_info(name, kinds.STRING, [2]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", info[:1], info[1:])
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "s.onnx")
+    write_submission(tmp_path / "s.onnx", tmp_path / "s", {}, {})
+    with pytest.raises(MalformedModelError, match="element type string") as caught:
+        import_pipeline(tmp_path / "s")
+    assert "float32" in caught.value.hint
