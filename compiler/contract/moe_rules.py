@@ -1,17 +1,25 @@
-"""Which operands fit ROUTE and EXPERTS; rows of `operand_rules.RULES` name these functions."""
+"""Which operands fit ROUTE, EXPERTS and their pages; rows of `operand_rules.RULES` name these."""
 
 from typing import Final
 
 from compiler.contract.operands import Operands, need, same, same_rows, vector
-from compiler.contract.operations import GATED, SIGMOID_ORDERS
+from compiler.contract.operations import GATED, SIGMOID_ORDERS, Op
 
 MAX_LINEAR_K: Final = 8192
 MAX_EXPERTS: Final = 1024
+EXPERT_WEIGHTS: Final = (Op.EXPERTS, Op.EXPERT_PREFETCH, Op.EXPERT_LOAD)
+"""Operations all of whose weights are those of experts, one after the other."""
 
 
 def expert_kinds(biases: int) -> tuple[str, ...]:
     """Return the kinds of the weights that each expert of an EXPERTS call has."""
     return ("w4", "w4", "f32", "f32") if biases else ("w4", "w4")
+
+
+def pages(c: Operands) -> None:
+    """Check EXPERT_PREFETCH and EXPERT_LOAD: whole experts; which, the order of the tape says."""
+    stride = len(expert_kinds(c.number("biases")))
+    need(len(c.weights) % stride == 0, f"an expert has {stride} weights")
 
 
 def route(c: Operands) -> None:

@@ -25,6 +25,7 @@ from compiler.contract.native_errors import (
 )
 from compiler.contract.native_library import MAX_THREADS, KernelLibrary, Workers
 from compiler.contract.native_memory import Memory
+from compiler.contract.pager import Pager, PagerHook
 from compiler.contract.plan import Plan, PlanBuffer, parse_plan
 from compiler.contract.plan_format import (
     DTYPE_BYTES,
@@ -94,6 +95,7 @@ class NativePlan:
             raise NativeError(f"{threads} threads are out of range: 1 to {MAX_THREADS}")
         self.plan: Final = parse_plan(plan_bytes)
         self._lock = threading.Lock()
+        self._pager: PagerHook | None = None
         self._workers: Workers | None = None
         self._library: KernelLibrary | None = KernelLibrary(kernels)
         try:
@@ -166,6 +168,8 @@ class NativePlan:
             tokens = self._fill(chosen, inputs)
             self._args.tokens = tokens
             status = library.run(self._context, chosen.number, self._args_address)
+            if self._pager is not None:
+                self._pager.reraise()
             if status:
                 raise_status(status, f"program {program!r} call {self._args.failed_call}")
             return chosen.results(tokens)
@@ -230,6 +234,21 @@ class NativePlan:
                 raise NativeError(f"input {role!r} has {size} bytes, not {len(port.view)}")
             port.view[:size] = data
         return tokens
+
+    def set_pager(self, pager: Pager) -> None:
+        """Have `pager` told, within runs, which experts are prefetched, loaded and used.
+
+        It is called on the thread that called `run`.
+
+        Raises:
+            UnsupportedPlanError: The kernels were built before this was possible.
+        """
+        library = self._library
+        if library is None or library.set_pager is None:
+            raise UnsupportedPlanError("these kernels know no pager: build them again")
+        hook = PagerHook(pager)
+        library.set_pager(self._context, hook.function, None)
+        self._pager = hook
 
     @property
     def kv_length(self) -> int:

@@ -62,6 +62,12 @@ class NotFiniteError(NativeError):
     code: ClassVar[str] = "contract.native.not_finite"
 
 
+class ExpertAbsentError(NativeError):
+    """An expert that is needed now is not in memory; the run may be made again when it is."""
+
+    code: ClassVar[str] = "contract.native.expert_absent"
+
+
 _ERRORS: Final[Mapping[Status, tuple[type[NativeError], str]]] = MappingProxyType(
     {
         Status.BAD_PLAN: (NativeError, "the runtime refuses the plan"),
@@ -74,6 +80,7 @@ _ERRORS: Final[Mapping[Status, tuple[type[NativeError], str]]] = MappingProxyTyp
         Status.BAD_TOKEN: (BadTokenError, "a token id is outside the vocabulary"),
         Status.BAD_POSITION: (BadPositionError, "a position is outside the model's table"),
         Status.BAD_INDEX: (BadIndexError, "an index points outside its operand"),
+        Status.EXPERT_ABSENT: (ExpertAbsentError, "an expert is not in memory"),
         Status.NOT_FINITE: (NotFiniteError, "an activation is infinite or NaN"),
     }
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from compiler.contract.native_errors import NativeError, UnsupportedPlanError
+from compiler.contract.pager import C_PAGER
 from compiler.contract.plan_format import ABI_VERSION
 
 MAX_KERNELS_BYTES: Final = 64 * 1024 * 1024
@@ -75,6 +76,7 @@ class KernelLibrary:
             function.restype, function.argtypes = result, arguments
             setattr(self, name.removeprefix("sf_"), function)
         self.run_calls = self._bind_newer("sf_run_calls", pointer, u32, u32, u32, pointer)
+        self.set_pager = self._bind_newer("sf_set_pager", pointer, C_PAGER, pointer)
         self.work = self._bind_newer("sf_work", pointer)
         self.release = self._bind_newer("sf_release", pointer)
 
@@ -91,6 +93,7 @@ class KernelLibrary:
     kv_length: "ctypes._FuncPointer"
     set_kv_length: "ctypes._FuncPointer"
     run_calls: "ctypes._FuncPointer | None"
+    set_pager: "ctypes._FuncPointer | None"
     work: "ctypes._FuncPointer | None"
     release: "ctypes._FuncPointer | None"
 

@@ -106,7 +106,7 @@ def _check_ports(
 def _check_weights(op: Op, rule: Rule, operands: Operands) -> None:
     given, kinds = operands.weights, rule.weights
     repeated = kinds[-1:]
-    if op is Op.EXPERTS:
+    if op in moe_rules.EXPERT_WEIGHTS:
         kinds = repeated = moe_rules.expert_kinds(operands.number("biases"))
     required = sum(not kind.endswith("?") for kind in rule.weights)
     limit = len(rule.weights) + rule.more_weights
@@ -291,6 +291,7 @@ _DTYPES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 _KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"any": ("f32", "i32")})
 _BINARY: Final = Rule(("f32", "f32?"), ("f32",), _binary, ("f32?",))
+_PAGES: Final = Rule((), (), moe_rules.pages, ("w4", "w4"), more_weights=4 * MAX_EXPERTS - 2)
 
 RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
     {
@@ -337,6 +338,8 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
             ("f32", "f32?", "f32", "f32?", "w4", "w4"),
             more_weights=2 * MAX_EXPERTS - 2,
         ),
+        Op.EXPERT_PREFETCH: _PAGES,
+        Op.EXPERT_LOAD: _PAGES,
         **REFERENCE_RULES,
     }
 )

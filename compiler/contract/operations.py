@@ -112,6 +112,13 @@ class Op(IntEnum):
     """x (R, D); gamma f32 (D), [beta f32 (D)], router f32 (E, D), [bias f32 (E)], w_in, w_out w4
     per expert -> y (R, D), index i32 (R, k), gate f32 (R, k): h = NORM(x), index, gate = ROUTE(h),
     y = EXPERTS(h, index, gate), plus x if residual."""
+    EXPERT_PREFETCH = 28
+    """No operands; the weights of some experts of a later call, complete and in its order: they are
+    likely to be needed, and may be brought nearer. Computes nothing and waits for nothing. Without
+    a pager the processor is told to read the first `bytes` of every W4 weight ahead."""
+    EXPERT_LOAD = 29
+    """No operands; the weights of every expert of a later call, as there: from here to that call
+    they are in memory. Computes nothing; a pager that cannot have one ends the run."""
     REF_MOVE = 128
     """Reference operations work on flat operands as their geometry, weight i32 0, says; the layout
     is in `compiler.contract.reference`. Sources are inputs or further weights, f32 or i32.
@@ -209,6 +216,17 @@ GATED: Final = frozenset({ExpertAct.SWIGLU, ExpertAct.SWIGLU_CLIPPED})
 
 SIGMOID_ORDERS: Final = frozenset({RouteOrder.SIGMOID_TOPK, RouteOrder.SIGMOID_TOPK_RENORM})
 """Orders that score each expert on its own."""
+
+
+class ExpertEvent(IntEnum):
+    """What a pager is told about an expert, by the number of its first weight."""
+
+    PREFETCH = 0
+    """It will likely be needed; the answer is not looked at."""
+    LOAD = 1
+    """The call that may need it comes next."""
+    USE = 2
+    """A row chose it: its weights are read as soon as the pager returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +343,8 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
             _f("eps", 0.0),
             Param("residual", 0, 1, 0),
         ),
+        Op.EXPERT_PREFETCH: (Param("biases", 0, 1, 0), Param("bytes", 0, MAX_DIM, 0)),
+        Op.EXPERT_LOAD: (Param("biases", 0, 1, 0),),
         Op.REF_MOVE: (Param("fill", 0, 1, 0), Param("value", -(1 << 31), (1 << 31) - 1, 0)),
         Op.REF_MAP: (
             Param("kind", 0, max(MapKind)),

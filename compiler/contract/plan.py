@@ -6,7 +6,7 @@ After `parse_plan` returned, the native runtime can run the plan without touchin
 arena, context and sections: every table lies inside the file, every weight inside its section,
 every buffer inside the arena, buffers that live at the same time do not overlap (but a result may
 take exactly the place of a dying operand where `IN_PLACE` allows it), every value is written before
-it is read, and every call fits the rules of its operation.
+it is read, every call fits the rules of its operation, and experts are loaded before they are used.
 """
 
 import struct
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from compiler.contract.errors import ContractError
+from compiler.contract.expert_pages import check_pages
 from compiler.contract.operand_rules import (
     KvShape,
     OperandError,
@@ -361,6 +362,7 @@ def _check_program(plan: Plan, program: PlanProgram) -> None:
             appended[layer] = operands.source(0)
     rows = {(shape.rows, shape.dynamic) for shape in appended.values()}
     _need(len(rows) <= 1, "cache layers receive different numbers of rows")
+    check_pages(program.calls)
     _check_lifetimes(plan, program)
 
 

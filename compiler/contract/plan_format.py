@@ -80,6 +80,7 @@ class Status(IntEnum):
     BAD_INDEX = 9
     NOT_FINITE = 10
     CONTEXT_LOST = 11
+    EXPERT_ABSENT = 12
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
-"""The `schedule` section: what a device does beside each routed layer, in the order of layers.
+"""The `schedule` section: what the tape does beside each routed layer, in the order of layers.
 
-    compiler -(moe.schedule)-> section -(signed digest)-> device -(parse_schedule)-> planner
+    compiler -(moe.schedule)-> tape of the plan, and this section
+    device   -(parse_schedule)-> schedule_order.verify_schedule(plan, schedule)
 
 `prefetch(d)` beside layer l: load the likely experts of layer l + d while l computes.
-`defer(k)`: the k weakest experts of layer l may be added one layer later. Nothing here changes what
-is computed; a device without a planner ignores the section. Schema `sparsefleet.schedule/1`,
-canonical JSON, unknown fields refused.
+`defer(k)`: the k weakest experts of layer l may be added one layer later; no tape does that yet, so
+no plan obeys a schedule with it. Nothing else here changes what is computed. Canonical JSON, schema
+`sparsefleet.schedule/1`, unknown fields refused.
 """
 
 from collections.abc import Mapping

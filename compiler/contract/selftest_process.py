@@ -14,6 +14,9 @@ from typing import Final
 
 from compiler.contract.errors import ContractError
 from compiler.contract.native import NativePlan
+from compiler.contract.plan import parse_plan
+from compiler.contract.schedule import parse_schedule
+from compiler.contract.schedule_order import verify_schedule
 from compiler.contract.selftest import run_selftest
 
 PASSED: Final = 0
@@ -28,13 +31,17 @@ def load_plan(directory: Path) -> NativePlan:
     """Load the bundle in `directory`.
 
     Raises:
-        ContractError: Plan, kernels or weights do not fit each other.
+        ContractError: Plan, schedule, kernels or weights do not fit each other.
         OSError: A file is missing or cannot be read.
     """
     weights = {
         path.name: path.read_bytes() for path in directory.iterdir() if path.name not in NOT_WEIGHTS
     }
-    return NativePlan(directory / "kernels", (directory / "plan").read_bytes(), weights)
+    schedule = directory / "schedule"
+    plan_bytes = (directory / "plan").read_bytes()
+    if schedule.exists():
+        verify_schedule(parse_plan(plan_bytes), parse_schedule(schedule.read_bytes()))
+    return NativePlan(directory / "kernels", plan_bytes, weights)
 
 
 def main(directory: Path) -> int:

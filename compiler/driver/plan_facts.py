@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from compiler.contract.canonical import Json
+from compiler.contract.expert_pages import PAGE_OPS
 from compiler.contract.manifest import Requirements
 from compiler.contract.plan import Plan
 from compiler.contract.plan_format import Kind
@@ -54,7 +55,7 @@ def explain_rows(plan: Plan, target: Target) -> list[Json]:
             for call in program.calls
             if call.op is op
         ]
-        used = {at for _, call in calls for at in call.weights if at >= 0}
+        used = {at for _, call in calls for at in call.weights if at >= 0 and op not in PAGE_OPS}
         tiled = KERNELS[op].tiled
         rows.append(
             {

@@ -24,6 +24,7 @@ from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
 from compiler.driver.records import UnkeepableError, from_parts, to_parts
 from compiler.driver.routing import learn_routing
+from compiler.driver.scheduling import schedule_module
 from compiler.driver.sections import (
     calibration_rows,
     index_check_rows,
@@ -33,7 +34,6 @@ from compiler.driver.sections import (
 )
 from compiler.driver.stages import Portable, StageClock
 from compiler.emitters.plan import EmittedPlan, emit_plan
-from compiler.emitters.schedule import schedule_of, schedule_ops
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.kernels.program import Module
 from compiler.passes.pipeline_spec import PipelineSpec
@@ -43,7 +43,6 @@ from compiler.quant.record import CalibrationRecord, InputSample
 from compiler.quant.w4 import Floats, Grid, GridReport, PackedW4
 
 LOWERED: Final = "lowered"
-SCHEDULE: Final = "schedule"
 WEIGHT: Final = "weight"
 _PARTS: Final = ("codes", "scales", "rows")
 
@@ -85,25 +84,22 @@ def make_portable(
         packed = pack_module(learned.module, base=old, record=record, pack=packing.pack)
         weight_facts = _weight_report(lowered.module, packed, old, record)
     with clock.stage("plan"):
-        emitted = emit_plan(learned.module, weights_packed=packed.packed)
+        scheduled = schedule_module(learned.module, record)
+        emitted = emit_plan(scheduled.module, weights_packed=packed.packed)
         plan = parse_plan(emitted.plan_bytes)
+        scheduled.verify(plan)
         pipeline = pipeline_section(spec, plan)
     facts: dict[str, Json] = {
-        **_plan_facts(learned.module, plan, emitted),
+        **_plan_facts(scheduled.module, plan, emitted),
         **weight_facts,
         **learned.facts,
+        **scheduled.facts,
         **_pass_facts(lowered),
     }
-    sections = {**emitted.sections, **learned.sections, **_schedule_section(learned.module)}
+    sections = {**emitted.sections, **learned.sections, **scheduled.sections}
     sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     return Portable(sections, emitted.planes, lowered.ir_text, facts)
-
-
-def _schedule_section(module: Module) -> dict[str, bytes]:
-    """Return the order in which experts are loaded, if the module has any."""
-    steps = schedule_ops(module)
-    return {SCHEDULE: schedule_of(steps).to_bytes()} if steps else {}
 
 
 def _plan_facts(module: Module, plan: Plan, emitted: EmittedPlan) -> dict[str, Json]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Final
 
 import numpy as np
@@ -119,16 +120,16 @@ def _sqnr_db(original: np.ndarray, stored: np.ndarray) -> float:
 
 
 def memory_rows(memory: MemoryPlan) -> dict[str, Json]:
-    """Return planned bytes: the arena, its lower bound, the cache, and each program's share."""
+    """Return planned bytes: arena, its lower bound, cache, and what each program needs of them.
+
+    See `ProgramMemory` for the fields of a program.
+    """
     return {
         "arena_bytes": memory.arena_bytes,
         "max_live_bytes": memory.max_live_bytes,
         "kv_bytes": memory.kv_bytes,
         "in_place": len(memory.in_place),
-        "programs": {
-            name: {"arena_bytes": part.arena_bytes, "max_live_bytes": part.max_live_bytes}
-            for name, part in memory.programs.items()
-        },
+        "programs": {name: asdict(part) for name, part in memory.programs.items()},
     }
 
 

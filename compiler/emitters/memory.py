@@ -5,6 +5,11 @@ it) through the last call that reads it (or to the end, if the caller reads it),
 Programs run one at a time and may share the same bytes. Where `IN_PLACE` allows it and an operand
 of the same size dies in the call, the result takes the operand's place.
 
+Experts that a program prefetches and loads count as well, each from the step that asks for it to
+the call that uses it, and beside them as many of its other experts as the rows of the call can
+choose: `peak_bytes` is the most of both kinds at one moment. Today every expert is in memory from
+the start, so this is what a caller with a pager gets by with, not what is mapped.
+
 The plan carries its own bound: `max_live_bytes` is the most bytes alive at one moment, so no
 placement of these buffers is smaller; `arena_bytes` is what was reached. The device's
 `parse_plan` checks offsets against lifetimes with code of its own.
@@ -13,7 +18,8 @@ placement of these buffers is smaller; `arena_bytes` is what was reached. The de
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from compiler.contract.operations import IN_PLACE
+from compiler.contract.expert_pages import ROUTED, Expert, experts_of, is_scheduled
+from compiler.contract.operations import IN_PLACE, Op
 from compiler.contract.plan_format import DTYPE_BYTES, DTYPE_NAMES, align
 from compiler.emitters.placement import Block, Life, most_alive, place
 from compiler.kernels.program import ABSENT, Buffer, Call, Module, Program
@@ -23,10 +29,21 @@ _ELEMENT_BYTES = {name: DTYPE_BYTES[dtype] for dtype, name in DTYPE_NAMES.items(
 
 @dataclass(frozen=True, slots=True)
 class ProgramMemory:
-    """Bytes of one program: the most alive at one moment, and the end of its highest buffer."""
+    """Bytes of one program.
+
+    Attributes:
+        max_live_bytes: The most of the arena alive at one moment.
+        arena_bytes: The end of its highest buffer.
+        page_bytes: The most bytes of experts that the schedule holds at one moment; 0 without one.
+        peak_bytes: The most of buffers and such experts at one moment.
+        expert_bytes: All experts that the program may use.
+    """
 
     max_live_bytes: int
     arena_bytes: int
+    page_bytes: int
+    peak_bytes: int
+    expert_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +72,13 @@ def buffer_bytes(buffer: Buffer) -> int:
     return buffer.rows * buffer.cols * _ELEMENT_BYTES[buffer.dtype]
 
 
-def plan_memory(module: Module) -> MemoryPlan:
-    """Return a placement of all buffers and its bound; deterministic."""
+def plan_memory(module: Module, stored: Mapping[int, int] | None = None) -> MemoryPlan:
+    """Return a placement of all buffers and its bound; deterministic.
+
+    Args:
+        module: A valid module.
+        stored: Bytes of each weight as stored, by id; without it experts count nothing.
+    """
     lives: dict[int, list[Life]] = {buffer.id: [] for buffer in module.buffers}
     for number, program in enumerate(module.programs):
         for held, first, last in _lives(program):
@@ -79,7 +101,7 @@ def plan_memory(module: Module) -> MemoryPlan:
         for member in members
     }
     programs = {
-        program.name: _program_memory(module, program, number, blocks, offsets)
+        program.name: _program_memory(module, program, number, blocks, offsets, stored or {})
         for number, program in enumerate(module.programs)
     }
     kv = module.kv
@@ -97,7 +119,12 @@ def plan_memory(module: Module) -> MemoryPlan:
 
 
 def _program_memory(
-    module: Module, program: Program, number: int, blocks: list[Block], offsets: Mapping[int, int]
+    module: Module,
+    program: Program,
+    number: int,
+    blocks: list[Block],
+    offsets: Mapping[int, int],
+    stored: Mapping[int, int],
 ) -> ProgramMemory:
     own = [
         Block(block.size, tuple(life for life in _joined(block).lives if life.program == number))
@@ -106,7 +133,41 @@ def _program_memory(
     ends = (
         offsets[held] + align(buffer_bytes(module.buffers[held])) for held, _, _ in _lives(program)
     )
-    return ProgramMemory(most_alive(own), max(ends, default=0))
+    pages = page_blocks(module, program, number, stored)
+    used = {weight for call in program.calls for expert in experts_of(call) for weight in expert}
+    return ProgramMemory(
+        most_alive(own),
+        max(ends, default=0),
+        most_alive(pages),
+        most_alive([*own, *pages]),
+        sum(stored.get(weight, 0) for weight in used),
+    )
+
+
+def page_blocks(
+    module: Module, program: Program, number: int, stored: Mapping[int, int]
+) -> list[Block]:
+    """Return what the schedule of program `number` holds: pages, and when; none without a schedule.
+
+    A page lives from the first step that names its expert through the call that uses it. At that
+    call every row may choose k further experts; those count with the largest pages left.
+    """
+    if not is_scheduled(program.calls):
+        return []
+    asked: dict[Expert, int] = {}
+    blocks = []
+    for at, call in enumerate(program.calls):
+        named = experts_of(call)
+        sizes = {expert: sum(stored.get(weight, 0) for weight in expert) for expert in named}
+        if call.op is Op.EXPERT_PREFETCH:
+            asked |= dict.fromkeys(named, at)
+        elif call.op in ROUTED:
+            held = [expert for expert in named if expert in asked]
+            blocks += [Block(sizes[e], (Life(number, asked.pop(e), at),)) for e in held]
+            index = module.buffers[call.outputs[1] if call.op is Op.MOE_LAYER else call.inputs[1]]
+            left = sorted((sizes[e] for e in named if e not in held), reverse=True)
+            blocks.append(Block(sum(left[: index.rows * index.cols]), (Life(number, at, at),)))
+    return blocks
 
 
 def _joined(block: Block) -> Block:

@@ -108,7 +108,7 @@ def emit_plan(module: Module, *, weights_packed: Mapping[int, PackedW4]) -> Emit
                 placed[weight.id] = _Placed(kind, number, at, length)
         sections[name] = bytes(writer.data)
         planes[name] = tuple(writer.planes)
-    memory = plan_memory(module)
+    memory = plan_memory(module, {number: at.length for number, at in placed.items()})
     plan_bytes = _encode(module, placed, sections, memory)
     _check(plan_bytes)
     return EmittedPlan(plan_bytes, sections, planes, memory)

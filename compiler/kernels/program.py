@@ -10,6 +10,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
+from compiler.contract.expert_pages import check_pages
 from compiler.contract.operand_rules import (
     KvShape,
     OperandError,
@@ -185,7 +186,8 @@ def validate_module(module: Module) -> None:
 
     Ids equal positions; shapes and names are in range; every call fits its operation; buffers are
     written before they are read and never by two calls of a program; results do not alias operands;
-    all cache users of a program append the same rows, each layer at most once.
+    all cache users of a program append the same rows, each layer at most once; experts are used
+    after their load step, where a program has any.
 
     Raises:
         ProgramError: The first rule that is broken, with program and call.
@@ -271,6 +273,10 @@ def _validate_program(module: Module, program: Program) -> None:
             appended[layer] = operands.source(0)
     rows = {(shape.rows, shape.dynamic) for shape in appended.values()}
     _need(len(rows) <= 1, f"{where}: cache layers receive different numbers of rows")
+    try:
+        check_pages(program.calls)
+    except OperandError as error:
+        raise ProgramError(f"{where}: {error}") from error
     missing = set(program.outputs.values()) - written
     _need(not missing, f"{where}: outputs {sorted(missing)} are never written")
 

@@ -88,6 +88,8 @@ def _specs() -> tuple[KernelSpec, ...]:
             tiled=True,
             uses=(Op.ROUTE, Op.EXPERTS),
         ),
+        KernelSpec(Op.EXPERT_PREFETCH, "templates/pages.c.in"),
+        KernelSpec(Op.EXPERT_LOAD, "templates/pages.c.in"),
     )
 
 

@@ -23,6 +23,8 @@ from compiler.quant.record import CalibrationRecord, RouterSample
 from compiler.quant.router_bits import UNROUNDED, RouterWidth, logits
 
 PREFETCH_COVER: Final = 0.9
+LIKELY_COVER: Final = 0.5
+"""Share of a layer's choices that the experts on its prefetch list held."""
 _MILLI: Final = 1000
 
 Numbers = NDArray[np.float64]
@@ -52,6 +54,25 @@ def router_stats(
         layers=layers,
         bands=_bands(record.routers, entropies, max(layer.experts for layer in layers)),
     )
+
+
+def likely_experts(record: CalibrationRecord, *, vision: bool) -> dict[int, tuple[int, ...]]:
+    """Return, by layer, the fewest experts that held `LIKELY_COVER` of the choices, ascending.
+
+    Args:
+        record: What calibration saw.
+        vision: Of rows of programs that see a picture, or of the others. A layer that no such row
+            went through is left out.
+    """
+    found = {}
+    for router in record.routers:
+        counts = np.bincount(router.index[router.vision == vision].ravel())
+        if counts.sum():
+            order = np.argsort(-counts, kind="stable")
+            cover = np.cumsum(counts[order]) / counts.sum()
+            most = int(np.searchsorted(cover, LIKELY_COVER)) + 1
+            found[router.layer] = tuple(sorted(int(expert) for expert in order[:most]))
+    return found
 
 
 def _entropy(module: Module, router: RouterSample) -> Numbers:

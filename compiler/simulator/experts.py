@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from compiler.contract.expert_pages import Expert
 from compiler.contract.moe_rules import expert_kinds
 from compiler.contract.native_errors import BadIndexError
 from compiler.contract.operations import GATED, SIGMOID_ORDERS, ExpertAct, RouteOrder
@@ -112,6 +113,7 @@ def experts(s: Step) -> Results:
     for expert in np.unique(index):
         first = stride * int(expert)
         w_in, w_out = s.weight_ids[first], s.weight_ids[first + 1]
+        s.pages.use(w_in)
         s.ran.add(w_in)
         for slot in range(index.shape[1]):
             at = np.flatnonzero(index[:, slot] == expert)
@@ -125,7 +127,26 @@ def experts(s: Step) -> Results:
             y[at] += weight * s.numerics.linear(*s.numerics.quantise(hidden), w_out)
             if s.number("biases"):
                 y[at] += weight * s.constant(first + 3)
+    s.pages.release(_pages(s))
     return (y,)
+
+
+def expert_prefetch(s: Step) -> Results:
+    """Say which experts are likely."""
+    s.pages.prefetch(_pages(s))
+    return ()
+
+
+def expert_load(s: Step) -> Results:
+    """Have the experts of the next routed call in memory."""
+    s.pages.load(_pages(s))
+    return ()
+
+
+def _pages(s: Step) -> list[Expert]:
+    """Return the experts of a call whose weights are all theirs."""
+    stride = len(expert_kinds(s.number("biases")))
+    return [s.weight_ids[at : at + stride] for at in range(0, len(s.weight_ids), stride)]
 
 
 def _swiglu(s: Step, wide: Array) -> Array:

@@ -6,7 +6,9 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from compiler.contract.expert_pages import is_scheduled
 from compiler.contract.native_errors import NativeError, TooManyTokensError
+from compiler.contract.pager import Pager
 from compiler.contract.session import Buffer as Bytes
 from compiler.kernels.program import (
     ABSENT,
@@ -20,6 +22,7 @@ from compiler.kernels.program import (
 from compiler.quant.w4 import PackedW4
 from compiler.simulator.numerics import Bits, Exact, Numerics
 from compiler.simulator.operations import OPERATIONS
+from compiler.simulator.pages import Pages
 from compiler.simulator.step import Cache, Step
 
 Array = NDArray[Any]
@@ -99,6 +102,11 @@ class Simulator:
         ]
         self._cache = self._new_cache()
         self._ran: set[int] = set()
+        self._pages = Pages()
+
+    def set_pager(self, pager: Pager) -> None:
+        """Have `pager` told what a native plan tells it."""
+        self._pages.pager = pager
 
     @property
     def reached(self) -> frozenset[str]:
@@ -154,6 +162,7 @@ class Simulator:
             tokens = self._check_rows(role, self._buffer(at), inputs[role], tokens)
             values[at] = self._received(inputs[role])
         appended = self._appended(chosen, tokens)
+        self._pages.begin(is_scheduled=is_scheduled(chosen.calls))
         with np.errstate(all="ignore"):
             for call, params in zip(chosen.calls, self._params[program], strict=True):
                 self._execute(call, params, values)
@@ -180,6 +189,7 @@ class Simulator:
             self._cache,
             tuple(self._buffer(at).rows * self._buffer(at).cols for at in call.outputs),
             self._ran,
+            self._pages,
         )
         for at, result in zip(call.outputs, OPERATIONS[call.op](step), strict=True):
             buffer = self._buffer(at)

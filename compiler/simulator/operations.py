@@ -235,6 +235,8 @@ OPERATIONS: Final[Mapping[Op, Callable[[Step], Results]]] = MappingProxyType(
         Op.COLS_CONCAT: _cols_concat,
         Op.COLS_SLICE: _cols_slice,
         Op.MOE_LAYER: _moe_layer,
+        Op.EXPERT_PREFETCH: moe.expert_prefetch,
+        Op.EXPERT_LOAD: moe.expert_load,
         **REFERENCE,
     }
 )

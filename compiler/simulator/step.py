@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from compiler.contract.native_errors import ContextFullError, ContextLostError
 from compiler.simulator.numerics import Numerics
+from compiler.simulator.pages import Pages
 
 Array = NDArray[Any]
 Results = tuple[Array, ...]
@@ -66,6 +67,7 @@ class Step:
         weight_ids: Their numbers, for `Numerics.linear`.
         cache: The key/value cache, if the module has one.
         sizes: Elements of each result.
+        pages: Which experts are in memory.
         ran: Receives the numbers of the w_in weights of experts that ran.
     """
 
@@ -77,6 +79,7 @@ class Step:
     cache: Cache | None = None
     sizes: tuple[int, ...] = ()
     ran: set[int] = field(default_factory=set)
+    pages: Pages = field(default_factory=Pages)
 
     def source(self, at: int) -> Array:
         """Return a present operand."""

@@ -13,6 +13,9 @@ from compiler.contract.errors import ContractError
 from compiler.contract.manifest import ReleaseManifest, parse_manifest
 from compiler.contract.native import NativePlan
 from compiler.contract.pipeline import Pipeline, parse_pipeline
+from compiler.contract.plan import parse_plan
+from compiler.contract.schedule import parse_schedule
+from compiler.contract.schedule_order import verify_schedule
 from compiler.contract.session import PlanRunner
 from device_agent.errors import BundleError
 from device_agent.storage.objects import ObjectStore
@@ -22,6 +25,7 @@ PLAN: Final = "plan"
 KERNELS: Final = "kernels"
 PIPELINE: Final = "pipeline"
 SELF_TEST: Final = "selftest"
+SCHEDULE: Final = "schedule"
 NOT_WEIGHTS: Final = frozenset((PLAN, KERNELS, PIPELINE, SELF_TEST))
 
 
@@ -84,5 +88,8 @@ def load_bundle(store: ObjectStore, pointer: Pointer) -> LoadedBundle:
 
 
 def _start(views: Mapping[str, memoryview]) -> ClosableRunner:
+    if SCHEDULE in views:
+        schedule = parse_schedule(bytes(views[SCHEDULE]))
+        verify_schedule(parse_plan(bytes(views[PLAN])), schedule)
     weights = {name: view for name, view in views.items() if name not in NOT_WEIGHTS}
     return NativePlan(bytes(views[KERNELS]), bytes(views[PLAN]), weights)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from compiler.contract.expert_pages import PAGE_OPS
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanCall, PlanProgram
 from compiler.contract.plan_format import DTYPE_BYTES, Kind
@@ -131,6 +132,8 @@ class ProgramCosts:
 
     def weight_bytes(self, call: PlanCall, *, dense: bool) -> int:
         """Return the bytes of a call's weights: as stored, or as f32 matrices."""
+        if call.op in PAGE_OPS:  # what they name is counted at the call that reads it
+            return 0
         held = [self.plan.weights[at] for at in call.weights if at >= 0]
         if call.op in (Op.EMBED, Op.ROPE):  # tables: a row of each per row of the result
             rows = self.rows(call.outputs[0])
@@ -257,5 +260,7 @@ _RULES: Final[Mapping[Op, Callable[[ProgramCosts, PlanCall], CallCost]]] = Mappi
         Op.ROUTE: _route,
         Op.EXPERTS: _experts,
         Op.MOE_LAYER: _moe_layer,
+        Op.EXPERT_PREFETCH: _moves,
+        Op.EXPERT_LOAD: _moves,
     }
 )

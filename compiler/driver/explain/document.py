@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from compiler.contract.canonical import Json
+from compiler.contract.expert_pages import PAGE_OPS, experts_of
 from compiler.contract.operations import PARAMS, Act, ExpertAct, NormKind, Op, UnaryKind
 from compiler.contract.plan import Plan, PlanCall, PlanProgram
 from compiler.contract.plan_format import DTYPE_BYTES, Direction, Kind
@@ -123,14 +124,14 @@ def call_facts(
     plan: Plan, call: PlanCall, cost: CallCost, tile: TileSpec, target: Target
 ) -> dict[str, Json]:
     """Return what is known about one call without running it."""
-    buffer = plan.buffers[(*call.outputs, *call.inputs)[0]]
+    buffers = [plan.buffers[at] for at in (*call.outputs, *call.inputs)[:1]]
     sparsity = cost.sparsity
     kinds = sorted({plan.weights[at].kind for at in call.weights if at >= 0})
     tiled = KERNELS[call.op].tiled
     return {
         "operation": call.op.name,
         "title": title_of(call),
-        "shape": f"{'T' if buffer.dynamic else buffer.rows}x{buffer.cols}",
+        "shape": next((f"{'T' if b.dynamic else b.rows}x{b.cols}" for b in buffers), "-"),
         "fused": fused_parts(call),
         "sparsity": {
             "kind": sparsity.kind,
@@ -181,6 +182,12 @@ def fused_parts(call: PlanCall) -> list[Json]:
         parts += _activation(call)
     if call.op is Op.ATTENTION:
         parts += _attention_parts(call)
+    return _with_routed_parts(call, parts)
+
+
+def _with_routed_parts(call: PlanCall, parts: list[Json]) -> list[Json]:
+    if call.op in PAGE_OPS:
+        return [f"{len(experts_of(call))} experts"]
     if call.op in (Op.ROUTE, Op.MOE_LAYER):
         parts += ["router matrix", "softmax", "top-k"]
     if call.op in (Op.EXPERTS, Op.MOE_LAYER):

@@ -27,6 +27,7 @@ def explain_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> It
     yield from _sparsity_lines(report)
     yield from _memory_lines(report)
     yield from _index_lines(report)
+    yield from _schedule_lines(report)
     yield from _routing_lines(report)
     yield from _weight_lines(report)
     yield f"experts per layer: {json.dumps(report.get('experts', {}))}"
@@ -130,6 +131,14 @@ def _memory_lines(report: Mapping[str, Any]) -> Iterator[str]:
             f"{shown_bytes(memory['max_live_bytes'])} are needed; cache "
             f"{shown_bytes(memory['kv_bytes'])}"
         )
+        for name, part in memory["programs"].items():
+            if part.get("page_bytes"):
+                yield (
+                    f"  {name}: buffers and scheduled experts at most "
+                    f"{shown_bytes(part['peak_bytes'])} at a time, "
+                    f"{shown_bytes(part['page_bytes'])} of it experts of "
+                    f"{shown_bytes(part['expert_bytes'])}"
+                )
 
 
 def _index_lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -144,6 +153,19 @@ def _index_lines(report: Mapping[str, Any]) -> Iterator[str]:
     for name, row in found["checks"].items():
         if row["verdict"] == "kept":
             yield f"  {name} kept: {row['reason']}"
+
+
+def _schedule_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Say which experts the tape prefetches and loads, and what that does on a device."""
+    schedule = report.get("schedule")
+    if not schedule:
+        return
+    yield ""
+    yield f"schedule: {schedule['does']}"
+    for name, steps in schedule["programs"].items():
+        shown = [f"#{s['call']} {s['step']} {s['experts']} of {s['of']}" for s in steps]
+        if shown:
+            yield f"  {name}: {', '.join(shown)}"
 
 
 def _routing_lines(report: Mapping[str, Any]) -> Iterator[str]:

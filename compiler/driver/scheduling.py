@@ -1,0 +1,94 @@
+"""Put the schedule on the tape: likely experts of the record, load steps, the `schedule` section.
+
+    CalibrationRecord -> likely experts -> moe.schedule -> tape with its steps, section beside it
+
+Called between packing and emitting. A module without routed layers stays as it is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from compiler.contract.canonical import Json
+from compiler.contract.expert_pages import ROUTED, experts_of
+from compiler.contract.operations import Op
+from compiler.contract.pipeline import PREFILL, SEE
+from compiler.contract.plan import Plan
+from compiler.contract.schedule import parse_schedule
+from compiler.contract.schedule_order import verify_schedule
+from compiler.emitters.schedule import (
+    PREFETCH_BYTES,
+    Likely,
+    obey,
+    schedule_of,
+    schedule_ops,
+)
+from compiler.kernels.program import Call, Module
+from compiler.quant.record import CalibrationRecord
+from compiler.quant.router_stats import likely_experts
+
+SCHEDULE: Final = "schedule"
+_PICTURES: Final = (SEE, PREFILL)
+WHAT_IT_DOES: Final = (
+    f"experts are in memory from the start: a load step waits for nothing, a prefetch reads the "
+    f"first {PREFETCH_BYTES} bytes of each matrix ahead; a caller with a pager is told both"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A module whose tape obeys its schedule.
+
+    Attributes:
+        sections: `schedule`, if the module has routed layers.
+        facts: Rows of the report.
+    """
+
+    module: Module
+    sections: Mapping[str, bytes]
+    facts: Mapping[str, Json]
+
+    def verify(self, plan: Plan) -> None:
+        """Check that the plan that was emitted does what the section says.
+
+        Raises:
+            ScheduleError: It does not: a defect of the emitter.
+        """
+        if SCHEDULE in self.sections:
+            verify_schedule(plan, parse_schedule(self.sections[SCHEDULE]))
+
+
+def schedule_module(module: Module, record: CalibrationRecord | None) -> Scheduled:
+    """Return the module with load steps, and with prefetches of what calibration found likely."""
+    likely = _likely(module, record)
+    ops = schedule_ops(module, likely)
+    if not ops:
+        return Scheduled(module, {}, {"schedule": None})
+    planned = obey(module, ops, likely)
+    programs: dict[str, Json] = {program.name: _rows(program.calls) for program in planned.programs}
+    facts: dict[str, Json] = {"schedule": {"does": WHAT_IT_DOES, "programs": programs}}
+    return Scheduled(planned, {SCHEDULE: schedule_of(ops).to_bytes()}, facts)
+
+
+def _likely(module: Module, record: CalibrationRecord | None) -> dict[str, Likely]:
+    if record is None:
+        return {}
+    kinds = {vision: likely_experts(record, vision=vision) for vision in (False, True)}
+    return {program.name: kinds[program.name in _PICTURES] for program in module.programs}
+
+
+def _rows(calls: tuple[Call, ...]) -> Json:
+    """Return the steps of a tape: where, what, how many experts of how many."""
+    sizes = {
+        expert: len(experts_of(call))
+        for call in calls
+        if call.op in ROUTED
+        for expert in experts_of(call)
+    }
+    rows: list[Json] = []
+    for at, call in enumerate(calls):
+        if call.op in (Op.EXPERT_PREFETCH, Op.EXPERT_LOAD):
+            named = experts_of(call)
+            kind = "prefetch" if call.op is Op.EXPERT_PREFETCH else "load"
+            rows.append({"call": at, "step": kind, "experts": len(named), "of": sizes[named[0]]})
+    return rows
