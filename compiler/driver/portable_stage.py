@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha256_hex
-from compiler.contract.plan import Plan, parse_plan
+from compiler.contract.plan import Plan
 from compiler.contract.planes import Plane
 from compiler.driver.activity import activity_facts
 from compiler.driver.base_grids import base_weights, kept_codes
@@ -86,8 +86,7 @@ def make_portable(
     with clock.stage("plan"):
         scheduled = schedule_module(learned.module, record)
         emitted = emit_plan(scheduled.module, weights_packed=packed.packed)
-        plan = parse_plan(emitted.plan_bytes)
-        scheduled.verify(plan)
+        plan = scheduled.verified(emitted.plan_bytes)
         pipeline = pipeline_section(spec, plan)
     facts: dict[str, Json] = {
         **_plan_facts(scheduled.module, plan, emitted),
