@@ -23,7 +23,7 @@ from compiler.driver.lowering import Lowered, lower_submission
 from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
 from compiler.driver.records import UnkeepableError, from_parts, to_parts
-from compiler.driver.routing import learn_routing
+from compiler.driver.routing import Learned, learn_routing
 from compiler.driver.scheduling import schedule_module
 from compiler.driver.sections import (
     calibration_rows,
@@ -83,22 +83,24 @@ def make_portable(
         learned = learn_routing(lowered.module, record)
         packed = pack_module(learned.module, base=old, record=record, pack=packing.pack)
         weight_facts = _weight_report(lowered.module, packed, old, record)
-    with clock.stage("plan"):
-        scheduled = schedule_module(learned.module, record)
-        emitted = emit_plan(scheduled.module, weights_packed=packed.packed)
-        plan = scheduled.verified(emitted.plan_bytes)
-        pipeline = pipeline_section(spec, plan)
-    facts: dict[str, Json] = {
-        **_plan_facts(scheduled.module, plan, emitted),
-        **weight_facts,
-        **learned.facts,
-        **scheduled.facts,
-        **_pass_facts(lowered),
-    }
-    sections = {**emitted.sections, **learned.sections, **scheduled.sections}
-    sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
-    return Portable(sections, emitted.planes, lowered.ir_text, facts)
+    with clock.stage("plan"):
+        emitted, sections, plan_facts = _planned(spec, learned, packed, record)
+    facts: dict[str, Json] = {**plan_facts, **weight_facts, **learned.facts, **_pass_facts(lowered)}
+    return Portable({**sections, **learned.sections}, emitted.planes, lowered.ir_text, facts)
+
+
+def _planned(
+    spec: PipelineSpec, learned: Learned, packed: PackedModule, record: CalibrationRecord | None
+) -> tuple[EmittedPlan, dict[str, bytes], dict[str, Json]]:
+    """Return what the plan became: its bytes, all sections that belong to it, and its facts."""
+    scheduled = schedule_module(learned.module, record)
+    emitted = emit_plan(scheduled.module, weights_packed=packed.packed)
+    plan = scheduled.verified(emitted.plan_bytes)
+    pipeline = pipeline_section(spec, plan)
+    sections = {**emitted.sections, **scheduled.sections}
+    sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
+    return emitted, sections, _plan_facts(scheduled.module, plan, emitted) | dict(scheduled.facts)
 
 
 def _plan_facts(module: Module, plan: Plan, emitted: EmittedPlan) -> dict[str, Json]:
