@@ -1,7 +1,7 @@
 # Developers' targets. Users need none of them: `python3 manage.py demo` and `python3 manage.py test` set up everything.
 PY ?= .venv/bin/python
 
-.PHONY: help env check format test full states openapi bench-answer bench-compile bench-prune demo lock
+.PHONY: help env check format test full states openapi bench-answer bench-compile bench-kernels bench-prune demo lock
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -42,6 +42,9 @@ bench-answer: env ## Whole answer of EdgeCard against ONNX Runtime f32
 
 bench-compile: env ## Compile EdgeCard cold, after one changed expert, unchanged, for a second target
 	$(PY) -m benchmarks.compile --check
+
+bench-kernels: env ## Products and routed layers against the read limit and ONNX Runtime
+	$(PY) -m benchmarks.kernels --check
 
 bench-prune: env ## Adaptive pruning of EdgeCard: accuracy, rows kept, time
 	$(PY) -m benchmarks.prune --check

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Final
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -55,7 +55,10 @@ class Claim:
 
 
 def interleaved(
-    candidates: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 1
+    candidates: Mapping[str, Callable[[], object]],
+    rounds: int,
+    warm_up: int = 1,
+    pause_s: float = 0.0,
 ) -> dict[str, list[float]]:
     """Return seconds of every round of every candidate, run in turn.
 
@@ -64,11 +67,13 @@ def interleaved(
         rounds: Measured rounds, each running every candidate once; every other round runs them in
             reverse order, so that none always follows the same one.
         warm_up: Rounds before, not measured.
+        pause_s: Rest before each run, so that threads of the one before go to sleep.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for at in range(-warm_up, rounds):
         order = list(candidates) if at % 2 == 0 else list(candidates)[::-1]
         for name in order:
+            sleep(pause_s)
             start = perf_counter()
             candidates[name]()
             if at >= 0:

@@ -10,7 +10,7 @@ import pytest
 from compiler.contract.native import NativePlan
 from compiler.contract.native_errors import NativeError, UnsupportedPlanError
 from compiler.contract.native_library import KernelLibrary
-from compiler.contract.native_memory import HUGE_PAGE_BYTES, Memory
+from compiler.contract.native_memory import HUGE_PAGE_BYTES, Memory, huge_bytes_between
 from compiler.contract.operations import Op
 from compiler.contract.plan import PlanError
 from compiler.emitters.toolchain import build_kernels, compile_shared
@@ -238,3 +238,43 @@ def test_it_refuses_calls_that_are_not_there(case: Case) -> None:
         with pytest.raises(NativeError):
             plan.run_calls("step", None, 0, 1, 0)
         assert plan.run("step", STEP)["token"]
+
+
+def test_its_memory_is_anonymous_so_that_it_can_have_huge_pages() -> None:
+    memory = Memory(4 * HUGE_PAGE_BYTES)
+    memory.view[:] = bytes(len(memory.view))
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(part, 16) for part in line.split()[0].split("-"))
+        if low <= memory.address < high:
+            assert line.split()[1] == "rw-p"
+            assert len(line.split()) == 5  # no file behind it
+            return
+    raise AssertionError("the mapping is not there")
+
+
+def test_it_says_how_much_of_its_memory_lies_on_huge_pages() -> None:
+    memory = Memory(4 * HUGE_PAGE_BYTES)
+    assert memory.huge_bytes() in (0, None)
+    memory.view[:] = bytes(len(memory.view))
+    found = memory.huge_bytes()
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if enabled.exists() and "[never]" not in enabled.read_text():
+        assert found is not None
+        assert found % HUGE_PAGE_BYTES == 0
+        assert found <= len(memory.view)
+
+
+def test_it_adds_up_the_huge_pages_of_its_own_mappings() -> None:
+    lines = [
+        "7f0000000000-7f0000400000 rw-p 00000000 00:00 0 ",
+        "AnonHugePages:      4096 kB",
+        "VmFlags: rd wr mr mw me ac hg",
+        "7f0000400000-7f0000800000 rw-p 00000000 00:00 0 ",
+        "AnonHugePages:      2048 kB",
+        "7f0000800000-7f0000c00000 rw-p 00000000 00:00 0 ",
+        "AnonHugePages:      4096 kB",
+    ]
+    start = 0x7F0000000000
+    assert huge_bytes_between(lines, start, start + 0x800000) == 6 * 2**20
+    assert huge_bytes_between(lines, start, start + 0x200000) == 2 * 2**20
+    assert huge_bytes_between(lines, start + 0x10000000, start + 0x20000000) is None
