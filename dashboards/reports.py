@@ -27,6 +27,8 @@ TITLES: Final[Mapping[str, str]] = {
     "sizes": "Sizes of sections",
     "native_check": "Self-test of the compiled code",
 }
+FIRST_COLUMNS: Final = ("name", "value", "operation", "number", "kind")
+"""What a row is about stands before what is said of it, however the report was stored."""
 OPEN_TABLES: Final = frozenset({"stages", "explain"})
 _UNIT_OF_VALUES: Final[Mapping[str, str]] = {"sizes": "size_bytes"}
 _UNITS: Final[tuple[tuple[str, Callable[[object], str]], ...]] = (
@@ -62,6 +64,8 @@ class Report:
 
 def report_of(document: object, *, without: Collection[str] = ()) -> Report:
     """Lay out a report: scalars become facts, lists of objects and flat objects become tables.
+
+    What is empty is not shown.
 
     Args:
         document: The report.
@@ -113,7 +117,7 @@ def _place(
     elif isinstance(value, (list, tuple)) and value:
         rows = [item if isinstance(item, Mapping) else {"": item} for item in value]
         tables.append(_table(name, rows))
-    else:
+    elif value not in (None, "", [], (), {}):
         facts.append((title_of(name), cell_text(name, value)))
 
 
@@ -132,7 +136,9 @@ def _has_unit(name: str) -> bool:
 
 
 def _table(name: str, rows: Sequence[Mapping[str, object]]) -> ReportTable:
-    columns = list(dict.fromkeys(str(key) for row in rows for key in row))
+    found = list(dict.fromkeys(str(key) for row in rows for key in row))
+    columns = [name for name in FIRST_COLUMNS if name in found]
+    columns += [name for name in found if name not in FIRST_COLUMNS]
     shown = rows[:MAX_ROWS]
     return ReportTable(
         title=title_of(name),

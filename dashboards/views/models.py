@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from django.http import HttpRequest, HttpResponse
 from django.views.decorators.http import require_safe
@@ -13,6 +14,14 @@ from builds.selectors.pages import version_detail as find_version
 from dashboards.pages import page, show
 from dashboards.quality import Claim, claim_of
 from fleet.selectors.pages import Measured, measured_by_manifest
+from fleet.selectors.rollout_lists import (
+    SENT_BACK,
+    rollout_lines,
+    rollouts_of_version,
+    versions_sent_back,
+)
+
+SHOWN_ROLLOUTS: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +32,17 @@ class VersionLine:
     claim: Claim
     measured: Measured
     cells: tuple[MatrixCell, ...]
+    is_sent_back: bool
 
 
 def _list(request: HttpRequest, actor: Actor) -> HttpResponse:
     matrices = model_matrices()
     measured = measured_by_manifest(_digests(row for item in matrices for row in item.rows))
     is_final = all(row.is_final for matrix in matrices for row in matrix.rows)
-    models = [(matrix, [_line(row, measured) for row in matrix.rows]) for matrix in matrices]
+    sent_back = versions_sent_back()
+    models = [
+        (matrix, [_line(row, measured, sent_back) for row in matrix.rows]) for matrix in matrices
+    ]
     context = {"models": models}
     return show(request, actor, "model_list", context, fragment="_model_matrices", final=is_final)
 
@@ -37,9 +50,14 @@ def _list(request: HttpRequest, actor: Actor) -> HttpResponse:
 def _detail(request: HttpRequest, actor: Actor, model: str, version: str) -> HttpResponse:
     found, row = find_version(model=model, version=version)
     measured = measured_by_manifest(_digests([row]))
+    rollouts = rollout_lines(rollouts_of_version(found.pk, limit=SHOWN_ROLLOUTS))
+    newest = rollouts[0].rollout if rollouts else None
+    sent_back = newest if newest and newest.state in SENT_BACK else None
     context = {
         "version": found,
-        "line": _line(row, measured),
+        "line": _line(row, measured, frozenset([found.pk] if sent_back else [])),
+        "rollouts": rollouts,
+        "sent_back": sent_back,
         "cells": [
             (cell, measured.get(cell.bundle.manifest_sha256) if cell.bundle else None)
             for cell in row.cells
@@ -56,13 +74,16 @@ def _digests(rows: Iterable[MatrixRow]) -> list[str]:
     return [cell.bundle.manifest_sha256 for row in rows for cell in row.cells if cell.bundle]
 
 
-def _line(row: MatrixRow, measured: Mapping[str, Measured]) -> VersionLine:
+def _line(
+    row: MatrixRow, measured: Mapping[str, Measured], sent_back: frozenset[int]
+) -> VersionLine:
     parts = [measured[digest] for digest in _digests([row]) if digest in measured]
     return VersionLine(
         version=row.version,
         claim=claim_of(row.version.claim),
         measured=sum(parts, start=Measured()),
         cells=row.cells,
+        is_sent_back=row.version.pk in sent_back,
     )
 
 

@@ -6,12 +6,19 @@ Every function states its query count, which does not grow with the number of de
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from django.db.models import Count, Max, Prefetch, Q, QuerySet
 
 from fleet.models import Enrolment, GateLook, Rollout, Stage, Update
 from fleet.selectors.pages import BAD_ENDS
 from fleet.states import Arm, RolloutState, UpdateState
+
+SENT_BACK: Final = (
+    RolloutState.ROLLING_BACK.value,
+    RolloutState.ROLLED_BACK.value,
+    RolloutState.FAILED.value,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,18 @@ def rollouts_active() -> QuerySet[Rollout]:
         RolloutState.ROLLING_BACK,
     )
     return rollout_rows().filter(state__in=[state.value for state in waiting])
+
+
+def rollouts_of_version(version_id: int, *, limit: int) -> Sequence[Rollout]:
+    """Return the newest rollouts of a version, newest first. Two queries with stages."""
+    return list(rollout_rows().filter(version_id=version_id)[:limit])
+
+
+def versions_sent_back() -> frozenset[int]:
+    """Return the versions whose newest rollout was rolled back or failed. One query."""
+    newest = Rollout.objects.order_by().values("version_id").annotate(newest=Max("pk"))
+    ended = Rollout.objects.filter(pk__in=newest.values("newest"), state__in=SENT_BACK)
+    return frozenset(ended.values_list("version_id", flat=True))
 
 
 def rollout_lines(rollouts: Sequence[Rollout]) -> tuple[RolloutRow, ...]:

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 from django.test import Client
 
-from tests.unit.dashboards.world import World
+from tests.unit.dashboards.world import World, make_rollout
 
 pytestmark = pytest.mark.django_db
 
@@ -145,6 +145,44 @@ def test_it_shows_claimed_beside_measured_accuracy(world: World, viewer: Client)
     text = viewer.get("/models/edgecard/versions/1.0.0").content.decode()
     assert "86.9 %" in text
     assert "86.5 %" in text
+
+
+def test_it_warns_of_a_version_that_was_taken_back(world: World, viewer: Client) -> None:
+    assert world.bad is not None
+    bad, good = world.bad.version.version, "1.1.0"
+    text = viewer.get(f"/models/edgecard/versions/{bad}").content.decode()
+    assert "The newest rollout of this version</a> took it back" in text
+    assert f'href="/rollouts/{world.bad.pk}"' in text
+    assert "took it back" not in viewer.get(f"/models/edgecard/versions/{good}").content.decode()
+    rows = viewer.get("/models").content.decode().split("<tr>")
+    marked = {
+        version: "Rolled back" in row
+        for row in rows
+        for version in (bad, good)
+        if f"/versions/{version}" in row
+    }
+    assert marked == {bad: True, good: False}
+
+
+def test_it_warns_no_more_after_a_later_rollout(world: World, viewer: Client) -> None:
+    assert world.bad is not None
+    version = world.bad.version.version
+    make_rollout(world, version, "1.0.0", state="succeeded", start=world.now)
+    text = viewer.get(f"/models/edgecard/versions/{version}").content.decode()
+    assert "took it back" not in text
+    assert f'href="/rollouts/{world.bad.pk}"' in text
+    assert "Rolled back" not in viewer.get("/models").content.decode()
+
+
+def test_it_offers_the_next_rollout_of_a_version_taken_back_less_loudly(
+    world: World, release_manager: Client
+) -> None:
+    assert world.bad is not None
+    text = release_manager.get(
+        f"/models/edgecard/versions/{world.bad.version.version}"
+    ).content.decode()
+    assert "Start another rollout" in text
+    assert "Start a rollout" not in text
 
 
 def test_it_shows_full_delta_and_bsdiff_bytes(world: World, viewer: Client) -> None:

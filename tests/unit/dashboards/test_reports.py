@@ -17,6 +17,18 @@ def test_it_shows_scalars_as_facts_in_their_units() -> None:
     }
 
 
+def test_it_leaves_out_what_is_empty() -> None:
+    report = report_of({"base": None, "experts": {}, "notes": [], "title": "", "failed": 0})
+    assert report.facts == (("Failed", "0"),)
+    assert not report.tables
+
+
+def test_it_begins_a_row_with_what_it_is_about() -> None:
+    (table,) = report_of({"rows": [{"density": 1, "elements": 8, "value": "3:relu"}]}).tables
+    assert table.columns == ("Value", "Density", "Elements")
+    assert table.rows == (("3:relu", "1", "8"),)
+
+
 def test_it_shows_lists_of_objects_as_tables() -> None:
     report = report_of(
         {"stages": [{"name": "parse", "took_ms": 3.0}, {"name": "pack", "cached": False}]}
