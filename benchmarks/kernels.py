@@ -42,7 +42,7 @@ Run = Callable[[], object]
 def plan_run(plan: NativePlan, rows: int, cols: int) -> Run:
     """Return a run of a plan's one program over fixed random rows."""
     x = np.random.default_rng(0).standard_normal((rows, cols)).astype(np.float32)
-    return lambda: plan.run("run", {"x": x})
+    return lambda: plan.run("run", {"x": x.data})
 
 
 def loaded(target: str, made: Synthetic, ops: tuple[Op, ...], threads: int, rows: int = 1) -> Run:

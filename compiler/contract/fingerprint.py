@@ -42,6 +42,8 @@ TARGET_LADDER: Final[tuple[tuple[str, str, frozenset[str]], ...]] = (
     ("x86-64-v1", "x86_64", frozenset()),
     ("aarch64-dotprod", "aarch64", frozenset({"asimddp"})),
     ("aarch64", "aarch64", frozenset()),
+    ("riscv64-v", "riscv64", frozenset({"v"})),
+    ("riscv64", "riscv64", frozenset()),
 )
 
 

@@ -98,6 +98,24 @@ TARGETS: Final[tuple[Target, ...]] = (
         isa=frozenset({"vec128", "dotprod"}),
         verified_on="qemu",
     ),
+    Target(
+        id="riscv64",
+        arch="riscv64",
+        triple="riscv64-linux-musl",
+        mcpu="baseline_rv64",
+        features=frozenset(),
+        isa=frozenset(),
+        verified_on="qemu",
+    ),
+    Target(
+        id="riscv64-v",
+        arch="riscv64",
+        triple="riscv64-linux-musl",
+        mcpu="baseline_rv64+v",
+        features=frozenset({"v"}),
+        isa=frozenset({"vec128"}),
+        verified_on="qemu",
+    ),
 )
 
 _BY_ID: Final = {target.id: target for target in TARGETS}

@@ -27,6 +27,7 @@ _LADDER: Final = frozenset[str]().union(*(row[2] for row in TARGET_LADDER))
 _KNOWN: Final = re.compile(
     r"aes|vaes|pclmulqdq|vpclmulqdq|gfni|sha_ni|sse\w*|avx\w*|amx\w*|adx|rdrand"
     r"|asimd\w*|sve\w*|sme\w*|i8mm|bf16|fphp|sha[1235]\w*|crc32|atomics|fp"
+    r"|z[vb]\w*|zfh\w*"
 )
 _SIZE: Final = re.compile(r"(\d+)K")
 _SIZE_NUMBER: Final = re.compile(r"\d+")
@@ -45,7 +46,7 @@ def probe(*, device_class: str, isa_limit: str = "", root: Path = Path("/")) -> 
     cpu = _key_values(_read(root / _CPUINFO))
     memory = _key_values(_read(root / _MEMINFO))
     soc = _first(cpu, _NAME_KEYS) or platform.machine()
-    features = isa_features(_first(cpu, _FEATURE_KEYS).split())
+    features = isa_features(_isa_words(cpu))
     if isa_limit:
         features = limited(features, isa_limit)
         soc = f"{soc} (limited to {isa_limit})"
@@ -72,6 +73,13 @@ def probe(*, device_class: str, isa_limit: str = "", root: Path = Path("/")) -> 
 def isa_features(flags: Iterable[str]) -> tuple[str, ...]:
     """Return the instruction set extensions among `flags`, sorted."""
     return tuple(sorted({flag for flag in flags if flag in _LADDER or _KNOWN.fullmatch(flag)}))
+
+
+def _isa_words(cpu: dict[str, str]) -> list[str]:
+    """Return the words of the flags, or of a RISC-V string such as `rv64imafdcv_zicsr_zvfh`."""
+    base, *extensions = cpu.get("isa", "").split("_")
+    letters = base.removeprefix("rv64") if base.startswith("rv64") else ""
+    return [*_first(cpu, _FEATURE_KEYS).split(), *letters, *extensions]
 
 
 def limited(features: Iterable[str], level: str) -> tuple[str, ...]:

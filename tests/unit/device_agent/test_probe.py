@@ -42,6 +42,25 @@ def test_it_leaves_out_what_comes_and_goes_between_boots(tmp_path: Path) -> None
     assert not {"ibrs", "md_clear", "constant_tsc", "vme"} & set(found)
 
 
+@pytest.mark.parametrize(
+    ("isa", "target", "features"),
+    [
+        ("rv64imafdc_zicsr_zifencei", "riscv64", ()),
+        ("rv64imafdcv_zicsr_zvfh_zba", "riscv64-v", ("v", "zba", "zvfh")),
+        ("", "riscv64", ()),
+    ],
+)
+def test_it_reads_the_letters_of_risc_v(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str, target: str, features: tuple[str]
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(f"hart\t: 0\nisa\t: {isa}\nmmu\t: sv39\n")
+    found = probe(device_class="car", root=tmp_path)
+    assert found.isa_features == features
+    assert target_of(found) == target
+
+
 @pytest.mark.parametrize("level", ["x86-64-v1", "x86-64-v2", "x86-64-v3"])
 def test_it_reports_nothing_above_the_limit_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str

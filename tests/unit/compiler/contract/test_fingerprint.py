@@ -71,8 +71,8 @@ def test_it_picks_the_best_target_that_runs(machine, features, target) -> None:
 
 
 def test_it_tells_a_machine_without_a_target() -> None:
-    with pytest.raises(ContractError, match="riscv64") as caught:
-        target_of(_with(machine="riscv64"))
+    with pytest.raises(ContractError, match="sparc64") as caught:
+        target_of(_with(machine="sparc64"))
     assert "x86_64" in caught.value.hint
 
 

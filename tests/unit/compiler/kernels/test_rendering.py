@@ -96,4 +96,5 @@ def test_it_finds_targets() -> None:
     v2 = find_target("x86-64-v2")
     assert best_target("x86_64", v2.features | {"sse2", "mmx"}) == v2
     assert best_target("aarch64", frozenset({"asimd"})) == find_target("aarch64")
-    assert best_target("riscv64", frozenset()) is None
+    assert best_target("riscv64", frozenset({"v"})) == find_target("riscv64-v")
+    assert best_target("sparc64", frozenset()) is None
