@@ -137,7 +137,7 @@ def _has_unit(name: str) -> bool:
 
 def _table(name: str, rows: Sequence[Mapping[str, object]]) -> ReportTable:
     found = list(dict.fromkeys(str(key) for row in rows for key in row))
-    columns = [name for name in FIRST_COLUMNS if name in found]
+    columns: list[str] = [name for name in FIRST_COLUMNS if name in found]
     columns += [name for name in found if name not in FIRST_COLUMNS]
     shown = rows[:MAX_ROWS]
     return ReportTable(
