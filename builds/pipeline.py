@@ -143,7 +143,10 @@ def require_submission(submission: Submission) -> FileRef:
     try:
         pipeline = by_name[PIPELINE_FILE]
     except KeyError:
-        raise PipelineInvalidError(f"the submission has no {PIPELINE_FILE}") from None
+        raise PipelineInvalidError(
+            f"the submission has no {PIPELINE_FILE}",
+            hint="`python -m compiler import model.onnx --out DIR` writes one beside the model",
+        ) from None
     if pipeline.size_bytes > MAX_PIPELINE_BYTES:
         raise PipelineInvalidError(f"{PIPELINE_FILE} is larger than {MAX_PIPELINE_BYTES} bytes")
     return pipeline

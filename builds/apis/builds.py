@@ -4,6 +4,7 @@ from typing import Annotated
 
 from django.http import HttpRequest, HttpResponse
 from ninja import Query, Router
+from pydantic import BeforeValidator
 
 from builds.apis.schemas import (
     BuildDetailOut,
@@ -14,6 +15,7 @@ from builds.apis.schemas import (
     TargetOut,
 )
 from builds.common.auth import request_actor, require
+from builds.common.filters import any_if_empty, word
 from builds.common.paging import DEFAULT_LIMIT, Page, page_of
 from builds.common.roles import Permission
 from builds.models import BuildJob, Bundle, Delta, Target
@@ -26,11 +28,13 @@ from builds.selectors.catalogue import (
 )
 from builds.services.jobs import build_retry
 from builds.services.targets import target_activate
+from builds.states import BuildState
 
 router = Router()
 Limit = Annotated[int, Query(DEFAULT_LIMIT)]
 Cursor = Annotated[str, Query("")]
 Filter = Annotated[str, Query("")]
+State = Annotated[BuildState | None, BeforeValidator(any_if_empty), Query(None)]
 
 
 @router.get("/builds", response=BuildPage, operation_id="build_list")
@@ -41,11 +45,11 @@ def builds_get(
     model: Filter,
     version: Filter,
     target: Filter,
-    state: Filter,
+    state: State,
 ) -> Page[BuildJob]:
     """List builds, newest first; every filter is optional."""
     require(request_actor(request), Permission.VIEW)
-    rows = build_list(model=model, version=version, target=target, state=state)
+    rows = build_list(model=model, version=version, target=target, state=word(state))
     return page_of(rows, limit=limit, cursor=cursor)
 
 

@@ -7,6 +7,7 @@ from ninja import Field, Schema
 
 from builds.models import BuildJob, Bundle, Delta, ModelVersion
 from builds.pipeline import MAX_CLAIM_BYTES, MAX_CLAIM_DEPTH, MAX_FILES, MAX_NOTES
+from builds.states import BuildState, DeltaState, VersionState
 
 
 class BlobOut(Schema):
@@ -27,21 +28,31 @@ class ModelOut(Schema):
 
 
 class FileIn(Schema):
-    name: str = Field(..., max_length=120)
-    sha256: str = Field(..., min_length=64, max_length=64)
+    name: str = Field(..., max_length=120, description="As `pipeline.json` names it.")
+    sha256: str = Field(
+        ..., min_length=64, max_length=64, description="Uploaded before to `/blobs/{sha256}`."
+    )
     size_bytes: int = Field(..., ge=0)
 
 
 class VersionIn(Schema):
-    version: str = Field(..., max_length=64)
-    base_version: str | None = Field(None, max_length=64)
-    files: list[FileIn] = Field(..., max_length=MAX_FILES)
+    version: str = Field(..., max_length=64, description="[a-z0-9][a-z0-9._-]*; final once sent.")
+    base_version: str | None = Field(
+        None, max_length=64, description="Whose grids are kept, so that the update is small."
+    )
+    files: list[FileIn] = Field(
+        ...,
+        max_length=MAX_FILES,
+        description="A submission directory: `pipeline.json` and the files it names.",
+    )
     claim: dict[str, Any] = Field(
         default_factory=dict,
         description=f"JSON, at most {MAX_CLAIM_DEPTH} levels and {MAX_CLAIM_BYTES} bytes.",
     )
     notes: str = Field("", max_length=MAX_NOTES)
-    security_epoch: int = Field(0, ge=0)
+    security_epoch: int = Field(
+        0, ge=0, description="Devices that ran a higher one refuse this version."
+    )
 
 
 class ErrorOut(Schema):
@@ -55,7 +66,7 @@ class VersionOut(Schema):
     version: str
     release_seq: int
     security_epoch: int
-    state: str
+    state: VersionState
     base_version: str | None
     files: list[dict[str, Any]]
     claim: dict[str, Any]
@@ -88,7 +99,7 @@ class BuildOut(Schema):
     model: str
     version: str
     target: str
-    state: str
+    state: BuildState
     stage: str
     progress: float
     attempt: int
@@ -203,7 +214,7 @@ class DeltaOut(Schema):
     id: int
     base_manifest_sha256: str
     manifest_sha256: str
-    state: str
+    state: DeltaState
     sha256: str
     size_bytes: int
     full_bytes: int

@@ -69,7 +69,9 @@ def require_sha256(value: object, what: str) -> str:
         ContractError: It is anything else.
     """
     if not isinstance(value, str) or SHA256_PATTERN.fullmatch(value) is None:
-        raise ContractError(f"{what} is not a SHA-256 digest")
+        raise ContractError(
+            f"{what} is not a SHA-256 digest", hint="write 64 lower-case hexadecimal digits"
+        )
     return value
 
 

@@ -6,11 +6,14 @@ from typing import Annotated, Any, Final, Literal
 
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from ninja import Query, Router
+from pydantic import BeforeValidator
 
 from builds.common.auth import Actor, request_actor, require
+from builds.common.filters import any_if_empty, word
 from builds.common.idempotency import answer_once
 from builds.common.paging import DEFAULT_LIMIT, Page, page_of
 from builds.common.roles import Permission
+from compiler.contract.protocol import OfferKind
 from fleet.apis.schemas import (
     EvidenceOut,
     GoalIn,
@@ -23,6 +26,7 @@ from fleet.apis.schemas import (
     UpdatePage,
 )
 from fleet.cohorts import Goal
+from fleet.gates.decision import Decision
 from fleet.models import Rollout, Update
 from fleet.selectors.listing import (
     last_look,
@@ -35,11 +39,16 @@ from fleet.selectors.listing import (
 )
 from fleet.services import rollouts as services
 from fleet.services.plans import RolloutRequest, rollout_preview
+from fleet.states import RolloutState, UpdateState
 
 router = Router()
 Limit = Annotated[int, Query(DEFAULT_LIMIT)]
 Cursor = Annotated[str, Query("")]
 Filter = Annotated[str, Query("")]
+State = Annotated[RolloutState | None, BeforeValidator(any_if_empty), Query(None)]
+Kind = Annotated[OfferKind | None, BeforeValidator(any_if_empty), Query(None)]
+OfUpdate = Annotated[UpdateState | None, BeforeValidator(any_if_empty), Query(None)]
+Looked = Annotated[Decision | None, BeforeValidator(any_if_empty), Query(None)]
 ActionName = Literal["approve", "start", "pause", "resume", "halt", "cancel", "rollback", "promote"]
 _ACTIONS: Final[Mapping[str, Callable[[Actor, int, str], Rollout]]] = {
     "approve": lambda actor, pk, _: services.rollout_approve(actor=actor, rollout_id=pk),
@@ -67,11 +76,11 @@ _ACTIONS: Final[Mapping[str, Callable[[Actor, int, str], Rollout]]] = {
 
 @router.get("/rollouts", response=RolloutPage, operation_id="rollout_list")
 def rollouts_get(
-    request: HttpRequest, limit: Limit, cursor: Cursor, model: Filter, state: Filter
+    request: HttpRequest, limit: Limit, cursor: Cursor, model: Filter, state: State
 ) -> Page[Rollout]:
     """List rollouts, newest first; every filter is optional."""
     require(request_actor(request), Permission.VIEW)
-    return page_of(rollout_list(model=model, state=state), limit=limit, cursor=cursor)
+    return page_of(rollout_list(model=model, state=word(state)), limit=limit, cursor=cursor)
 
 
 @router.post("/rollouts", response={201: RolloutOut}, operation_id="rollout_create")
@@ -119,12 +128,12 @@ def one_rollout_get(request: HttpRequest, rollout_id: int) -> Rollout:
 
 @router.get("/rollouts/{rollout_id}/updates", response=UpdatePage, operation_id="rollout_updates")
 def updates_get(
-    request: HttpRequest, rollout_id: int, limit: Limit, cursor: Cursor, kind: Filter, state: Filter
+    request: HttpRequest, rollout_id: int, limit: Limit, cursor: Cursor, kind: Kind, state: OfUpdate
 ) -> Page[Update]:
     """List the updates of a rollout, newest first; every filter is optional."""
     require(request_actor(request), Permission.VIEW)
     rollout_get(rollout_id)
-    rows = rollout_updates(rollout_id, kind=kind, state=state)
+    rows = rollout_updates(rollout_id, kind=word(kind), state=word(state))
     return page_of(rows, limit=limit, cursor=cursor)
 
 
@@ -132,12 +141,12 @@ def updates_get(
     "/rollouts/{rollout_id}/evidence", response=EvidenceOut, operation_id="rollout_evidence"
 )
 def evidence_get(
-    request: HttpRequest, rollout_id: int, limit: Limit, cursor: Cursor, decision: Filter
+    request: HttpRequest, rollout_id: int, limit: Limit, cursor: Cursor, decision: Looked
 ) -> dict[str, Any]:
     """Return what both arms measured and the looks of the gate, newest first."""
     require(request_actor(request), Permission.VIEW)
     rollout_get(rollout_id)
-    page = page_of(look_list(rollout_id, decision=decision), limit=limit, cursor=cursor)
+    page = page_of(look_list(rollout_id, decision=word(decision)), limit=limit, cursor=cursor)
     return {
         "arms": rollout_arms(rollout_id),
         "counts": rollout_counts(rollout_id),

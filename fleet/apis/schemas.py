@@ -7,6 +7,8 @@ from django.core.exceptions import ObjectDoesNotExist
 from ninja import Field, Schema
 
 from compiler.contract.canonical import parse_object
+from compiler.contract.protocol import OfferKind
+from fleet.gates import PROFILES
 from fleet.models import ClaimToken, Device, GateLook, Group, Rollout, Stage, Update
 from fleet.selectors.listing import (
     RolloutCounts,
@@ -17,6 +19,7 @@ from fleet.selectors.listing import (
     rollout_counts,
 )
 from fleet.selectors.poll import Explanation, device_explain
+from fleet.states import DeviceState, RolloutState, StageState, UpdateState
 
 Action = Literal["accept", "reject", "retire"]
 UPDATES_SHOWN: Final = 20
@@ -62,7 +65,10 @@ class NewClaimOut(ClaimOut):
 class GroupIn(Schema):
     name: str = Field(..., max_length=64)
     model: str = Field(..., max_length=64)
-    filter: dict[str, Any] = Field(default_factory=dict)
+    filter: dict[str, Any] = Field(
+        default_factory=dict,
+        description="`target`, `device_class`, `tags` (a device must have all); empty: all.",
+    )
 
 
 class GroupOut(Schema):
@@ -81,7 +87,7 @@ class DeviceOut(Schema):
     device_id: str
     serial: str
     name: str
-    state: str
+    state: DeviceState
     target: str
     device_class: str
     tags: list[str]
@@ -116,9 +122,9 @@ class UpdateOut(Schema):
     id: int
     device_id: int = Field(..., description="Row of the device, its `id`.")
     rollout_id: int
-    kind: str
+    kind: OfferKind
     version: str
-    state: str
+    state: UpdateState
     attempt: int
     used_delta: bool
     downloaded_bytes: int
@@ -187,8 +193,8 @@ class ClaimPage(Schema):
 
 
 class GoalIn(Schema):
-    percent: float | None = None
-    count: int | None = None
+    percent: float | None = Field(None, description="Share of the group, this stage included.")
+    count: int | None = Field(None, description="Instead of `percent`: so many devices.")
 
 
 class RolloutIn(Schema):
@@ -196,7 +202,11 @@ class RolloutIn(Schema):
     version: str = Field(..., max_length=64)
     group: str = Field(..., max_length=64)
     stages: list[GoalIn] = Field(..., min_length=1, max_length=32)
-    gate: dict[str, Any] = Field(default_factory=dict)
+    gate: dict[str, Any] = Field(
+        default_factory=dict,
+        description="`profile` (`default` if absent) and the fields that differ from it; "
+        f"profiles: {', '.join(sorted(PROFILES))}.",
+    )
     name: str = Field("", max_length=100)
     needs_approval: bool = False
 
@@ -205,7 +215,7 @@ class StageOut(Schema):
     index: int
     percent: float | None
     count: int | None
-    state: str
+    state: StageState
     is_release: bool
     treatment_target: int | None
     opened_at: datetime | None
@@ -220,7 +230,7 @@ class RolloutOut(Schema):
     version: str
     base_version: str | None
     group: str
-    state: str
+    state: RolloutState
     is_first_install: bool
     needs_approval: bool
     gate: dict[str, Any]

@@ -37,4 +37,5 @@ class Command(DatabaseCommand):
         if options["json"]:
             self.stdout.write(json.dumps({"id": token.pk, "role": role.value, "token": text}))
         else:
-            self.stdout.write(f"{text}\n({role.value}; shown only now)")
+            self.stdout.write(text)
+            self.stderr.write(f"role {role.value}; shown only now", style_func=str)

@@ -419,6 +419,10 @@ def test_it_shows_a_build_a_bundle_and_their_history(ci: Api) -> None:
     assert (build["state"], build["manifest_sha256"]) == ("ready", bundle.manifest_sha256)
     assert ci.get(f"/builds?state=ready&model={bundle.version.model.name}").json()["items"]
     assert ci.get("/builds?state=queued").json()["items"] == []
+    assert ci.get("/builds?state=").json()["items"]
+    refused = ci.get("/builds?state=done")
+    assert (refused.status_code, refused.json()["code"]) == (422, "app.invalid_input")
+    assert "'ready'" in refused.json()["detail"]
     assert ci.get(f"/bundles/{'0' * 64}").status_code == 404
     assert ci.get("/builds/999999").status_code == 404
     assert ci.post(f"/builds/{bundle.job_id}/retry", {}).status_code == 409

@@ -94,6 +94,15 @@ def test_it_runs_a_rollout_from_the_request_to_the_halt(fleet, manager):
     assert (problem.status_code, problem.json()["code"]) == (409, "app.illegal_transition")
     assert manager.get("/rollouts?state=stopped").json()["items"][0]["id"] == pk
     assert manager.post(f"/rollouts/{pk}/explode").status_code == 422
+    for wrong in (
+        "/rollouts?state=over",
+        "/devices?state=happy",
+        f"/rollouts/{pk}/updates?kind=push",
+        f"/rollouts/{pk}/updates?state=half",
+        f"/rollouts/{pk}/evidence?decision=maybe",
+    ):
+        assert manager.get(wrong).status_code == 422, wrong
+    assert manager.get("/devices?state=accepted").json()["items"]
 
 
 def test_it_lets_a_viewer_look_and_nothing_else(fleet):

@@ -1,0 +1,1 @@
+"""A CI job that submits a model version."""
