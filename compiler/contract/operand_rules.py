@@ -289,7 +289,9 @@ def _moe_layer(c: Operands) -> None:
 _DTYPES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"f32": ("f32",), "i32": ("i32",), "u8": ("u8",), "any": ("f32", "i32")}
 )
-_KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"any": ("f32", "i32")})
+_KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"any": ("f32", "i32"), "router": ("f32", "i8", "i16")}
+)
 _BINARY: Final = Rule(("f32", "f32?"), ("f32",), _binary, ("f32?",))
 _PAGES: Final = Rule((), (), moe_rules.pages, ("w4", "w4"), more_weights=4 * MAX_EXPERTS - 2)
 
@@ -315,7 +317,7 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
         Op.DIV: _BINARY,
         Op.UNARY: Rule(("f32",), ("f32",), _map),
         Op.SOFTMAX: Rule(("f32",), ("f32",), _map),
-        Op.ROUTE: Rule(("f32",), ("i32", "f32"), moe_rules.route, ("f32", "f32?", "f32?")),
+        Op.ROUTE: Rule(("f32",), ("i32", "f32"), moe_rules.route, ("router", "f32?", "f32?")),
         Op.EXPERTS: Rule(
             ("f32", "i32", "f32"),
             ("f32",),
@@ -335,7 +337,7 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
             ("f32",),
             ("f32", "i32", "f32"),
             _moe_layer,
-            ("f32", "f32?", "f32", "f32?", "w4", "w4"),
+            ("f32", "f32?", "router", "f32?", "w4", "w4"),
             more_weights=2 * MAX_EXPERTS - 2,
         ),
         Op.EXPERT_PREFETCH: _PAGES,

@@ -28,7 +28,10 @@ class Shape(NamedTuple):
 
 
 class WeightShape(NamedTuple):
-    """A constant as the rules see it: kind `w4`, `f32` or `i32`; a vector of n is (1, n)."""
+    """A constant as the rules see it; a vector of n is (1, n).
+
+    kind: `w4`, `f32`, `i32`, or `i8` and `i16`, which are matrices of codes that only routers read.
+    """
 
     rows: int
     cols: int

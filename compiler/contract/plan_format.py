@@ -56,6 +56,11 @@ class Kind(IntEnum):
     """(rows, cols) f32 stored as [rows / PANEL][cols][PANEL], zero padded: windows of CONV2D."""
     W4_TILES = 4
     """Live tiles of W4 only, see `compiler.contract.tiles`; its bytes depend on their number."""
+    I8_ROWS = 5
+    """Router matrices: (rows, cols) i8 codes, row-major, then (rows) f32 steps at a multiple of
+    ALIGNMENT; the value is `float(code) * step`."""
+    I16_ROWS = 6
+    """The same with i16 codes."""
 
 
 class Direction(IntEnum):
@@ -156,7 +161,10 @@ KIND_NAMES: Final = {
     Kind.I32: "i32",
     Kind.F32_TAPS: "taps",
     Kind.W4_TILES: "w4",
+    Kind.I8_ROWS: "i8",
+    Kind.I16_ROWS: "i16",
 }
+CODE_BYTES: Final = {Kind.I8_ROWS: 1, Kind.I16_ROWS: 2}
 
 
 def align(value: int, to: int = ALIGNMENT) -> int:
@@ -167,7 +175,7 @@ def align(value: int, to: int = ALIGNMENT) -> int:
 def weight_parts(kind: Kind, rows: int, cols: int) -> tuple[tuple[int, int], ...]:
     """Return (offset, length) in bytes of each stored array of a weight, relative to its start.
 
-    W4 has three: codes, scales, row scales. The others have one.
+    W4 has three: codes, scales, row scales. Rows of codes have two, codes and steps; others one.
     """
     if kind is Kind.W4:
         panels, groups = -(-rows // PANEL), -(-cols // GROUP)
@@ -178,6 +186,9 @@ def weight_parts(kind: Kind, rows: int, cols: int) -> tuple[tuple[int, int], ...
             (at_scales, scales),
             (at_scales + align(scales), panels * PANEL * 4),
         )
+    if kind in CODE_BYTES:
+        codes = rows * cols * CODE_BYTES[kind]
+        return ((0, codes), (align(codes), rows * 4))
     if kind is Kind.F32_TAPS:
         return ((0, cols * align(rows, PANEL) * 4),)
     return ((0, rows * cols * 4),)

@@ -1,4 +1,4 @@
-"""The scales of an older bundle, for the weights of a new version of the same model.
+"""The scales and router widths of an older bundle, for a new version of the same model.
 
 Weights are paired by section and by their order inside it. That needs no names: the same structure
 lowers to the same order. A pair of different shapes keeps nothing (checked when grids are used).
@@ -11,7 +11,7 @@ import numpy as np
 
 from compiler.contract.errors import ContractError
 from compiler.contract.plan import Plan, parse_plan
-from compiler.contract.plan_format import Kind
+from compiler.contract.plan_format import CODE_BYTES, Kind
 from compiler.contract.planes import Plane
 from compiler.emitters.plan import read_packed
 from compiler.errors import CompilerError
@@ -61,6 +61,34 @@ def base_weights(
     packed = read_packed(plan, sections)
     old = dict(zip(_plan_places(plan), packed.values(), strict=True))
     return {weight: old[place] for place, weight in _module_places(module) if place in old}
+
+
+def base_widths(module: Module, sections: Mapping[str, bytes]) -> dict[int, int]:
+    """Return the widths at which the base stores row codes, by weight id of `module`.
+
+    Weights are paired by section and by their order inside it, all kinds counted. The base must be
+    one that `base_weights` accepted.
+    """
+    if not sections:
+        return {}
+    plan = parse_plan(sections["plan"])
+    names = [plan.sections[weight.section].name for weight in plan.weights]
+    old = dict(zip(_places(names), plan.weights, strict=True))
+    new = zip(_places([weight.section for weight in module.weights]), module.weights, strict=True)
+    return {
+        weight.id: 8 * CODE_BYTES[old[place].kind]
+        for place, weight in new
+        if place in old and old[place].kind in CODE_BYTES
+    }
+
+
+def _places(sections: Iterable[str]) -> list[Place]:
+    counts: dict[str, int] = {}
+    places = []
+    for name in sections:
+        places.append((name, counts.setdefault(name, 0)))
+        counts[name] += 1
+    return places
 
 
 def kept_codes(packed: Mapping[int, PackedW4], base: Mapping[int, PackedW4]) -> KeptCodes:

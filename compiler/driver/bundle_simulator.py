@@ -12,10 +12,11 @@ from typing import Final
 import numpy as np
 
 from compiler.contract.plan import Plan, PlanProgram, PlanWeight, parse_plan
-from compiler.contract.plan_format import DTYPE_NAMES, PANEL, Direction, Kind
+from compiler.contract.plan_format import DTYPE_NAMES, PANEL, Direction, Kind, weight_parts
 from compiler.contract.session import Buffer as Bytes
 from compiler.emitters.plan import read_packed
-from compiler.kernels.program import Buffer, Call, KvCache, Module, Program, Weight
+from compiler.kernels.program import DENSE, Buffer, Call, KvCache, Module, Program, Weight
+from compiler.quant.row_codes import I8, I16, read_codes
 from compiler.quant.w4 import PackedW4, dequantise_w4, unpack_w4
 from compiler.simulator import Simulator
 
@@ -25,7 +26,10 @@ _MODULE_KINDS: Final = {
     Kind.F32: "f32",
     Kind.I32: "i32",
     Kind.F32_TAPS: "f32",
+    Kind.I8_ROWS: "f32",
+    Kind.I16_ROWS: "f32",
 }
+_LAYOUTS: Final = {Kind.I8_ROWS: I8, Kind.I16_ROWS: I16}
 
 
 def module_of(sections: Mapping[str, bytes]) -> tuple[Module, dict[int, PackedW4]]:
@@ -47,6 +51,7 @@ def module_of(sections: Mapping[str, bytes]) -> tuple[Module, dict[int, PackedW4
             if number in packed
             else _array(weight, sections[plan.sections[weight.section].name]),
             plan.sections[weight.section].name,
+            _LAYOUTS.get(weight.kind, DENSE),
         )
         for number, weight in enumerate(plan.weights)
     )
@@ -88,6 +93,10 @@ class BundleSimulator:
 
 def _array(weight: PlanWeight, section: bytes) -> np.ndarray:
     data = section[weight.offset : weight.offset + weight.length]
+    if weight.kind in _LAYOUTS:
+        (at, codes), (steps_at, steps) = weight_parts(weight.kind, weight.rows, weight.cols)
+        parts = data[at : at + codes], data[steps_at : steps_at + steps]
+        return read_codes(parts[0], _LAYOUTS[weight.kind], weight.rows, parts[1]).values()
     if weight.kind is Kind.F32_TAPS:
         panels = np.frombuffer(data, "<f4").reshape(-1, weight.cols, PANEL)
         rows = panels.transpose(0, 2, 1).reshape(-1, weight.cols)

@@ -16,7 +16,7 @@ from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha
 from compiler.contract.plan import Plan
 from compiler.contract.planes import Plane
 from compiler.driver.activity import activity_facts
-from compiler.driver.base_grids import base_weights, kept_codes
+from compiler.driver.base_grids import base_weights, base_widths, kept_codes
 from compiler.driver.cache import StageCache, cache_key
 from compiler.driver.calibrate import record_cached
 from compiler.driver.lowering import Lowered, lower_submission
@@ -80,7 +80,7 @@ def make_portable(
         record = record_cached(
             directory, spec, lowered.module, {**model_files, **calibration}, cache, clock
         )
-        learned = learn_routing(lowered.module, record)
+        learned = learn_routing(lowered.module, record, base_widths(lowered.module, base[0]))
         packed = pack_module(learned.module, base=old, record=record, pack=packing.pack)
         weight_facts = _weight_report(lowered.module, packed, old, record)
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)

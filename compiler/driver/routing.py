@@ -35,9 +35,17 @@ class Learned:
     facts: Mapping[str, Json]
 
 
-def learn_routing(module: Module, record: CalibrationRecord | None) -> Learned:
-    """Round the routers of a module, and describe how they route."""
-    rounded = round_routers(module, record)
+def learn_routing(
+    module: Module, record: CalibrationRecord | None, base_widths: Mapping[int, int] | None = None
+) -> Learned:
+    """Round the routers of a module, and describe how they route.
+
+    Args:
+        module: The module that was recorded.
+        record: What calibration saw.
+        base_widths: Bits per code that an older bundle stores, by weight.
+    """
+    rounded = round_routers(module, record, base_widths)
     stats = None if record is None else router_stats(module, record, rounded.widths)
     if record is None or stats is None:
         return Learned(module, {}, {"routing": None})

@@ -18,6 +18,7 @@ from compiler.contract.plan_format import (
     ABI_VERSION,
     BUFFER,
     CALL,
+    CODE_BYTES,
     DTYPE_NAMES,
     HEADER,
     MAGIC,
@@ -46,6 +47,7 @@ from compiler.kernels.program import (
     validate_module,
     weight_shape,
 )
+from compiler.quant.row_codes import I8, I16, find_codes
 from compiler.quant.w4 import PackedW4
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -55,7 +57,10 @@ _PLANE_KINDS: Mapping[Kind, tuple[str, ...]] = {
     Kind.I32: ("raw",),
     Kind.F32_TAPS: ("f32",),
     Kind.W4_TILES: ("codes4", "scales8", "f32", "raw", "raw"),
+    Kind.I8_ROWS: ("scales8", "f32"),
+    Kind.I16_ROWS: ("raw", "f32"),
 }
+_ROW_KINDS: Mapping[str, Kind] = {I8: Kind.I8_ROWS, I16: Kind.I16_ROWS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,10 @@ def _section_order(name: str) -> tuple[object, ...]:
 
 def _storage_kinds(module: Module) -> dict[int, Kind]:
     """Return how each weight is stored; windows of CONV2D are stored by taps."""
-    kinds = {weight.id: Kind[weight.kind.upper()] for weight in module.weights}
+    kinds = {
+        weight.id: _ROW_KINDS.get(weight.layout, Kind[weight.kind.upper()])
+        for weight in module.weights
+    }
     taps = {
         call.weights[0]
         for program in module.programs
@@ -182,6 +190,8 @@ def _stored(
         if tiles is not None:
             return Kind.W4_TILES, tiles
         return kind, (found.codes, found.scales, found.rows)
+    if kind in CODE_BYTES:
+        return kind, find_codes(weight.array, weight.layout).arrays(weight.layout)
     if kind is Kind.F32_TAPS:
         rows, cols, _ = weight_shape(weight)
         padded = np.zeros((align(rows, PANEL), cols), "<f4")

@@ -6,6 +6,7 @@ The operations, with their operands and parameters, are documented on `Op`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, Final
 
 import numpy as np
@@ -62,6 +63,10 @@ DTYPES: Final = ("f32", "i32", "u8")
 DENSE: Final = "dense"
 TILES: Final = "tiles"
 WEIGHT_KINDS: Final = ("w4", "f32", "i32")
+LAYOUTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"w4": (DENSE, TILES), "f32": (DENSE, "i8", "i16"), "i32": (DENSE,)}
+)
+"""How weights of each kind may be stored."""
 MAX_NAME_BYTES: Final = 31
 
 
@@ -99,7 +104,8 @@ class Weight:
         kind: `w4` ((N, K) f32 original, quantised when packed), `f32` or `i32`.
         array: One or two dimensions, finite. A vector of n counts as (1, n).
         section: `weights.shared` or `expert.L<layer>.E<expert>`.
-        layout: `dense`, or `tiles`: a W4 weight stores only tiles that are not all zero.
+        layout: `dense`, or `tiles`: a W4 weight stores only tiles that are not all zero; or `i8`
+            or `i16`: an f32 matrix on a grid per row is stored as codes, for routers only.
     """
 
     id: int
@@ -231,7 +237,7 @@ def _validate_tables(module: Module) -> None:
         _need(weight.id == at, f"weight {weight.id} stands at position {at}")
         _need(weight.kind in WEIGHT_KINDS, f"weight {at} has unknown kind {weight.kind!r}")
         _need(
-            weight.layout == DENSE or (weight.layout == TILES and weight.kind == "w4"),
+            weight.layout in LAYOUTS[weight.kind],
             f"weight {at} of kind {weight.kind} has layout {weight.layout!r}",
         )
         rows, cols, _ = weight_shape(weight)

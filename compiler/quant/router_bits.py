@@ -1,9 +1,9 @@
 """How few bits a router's weights need: the narrowest grid on which calibration rows choose alike.
 
 A grid of b bits has one scale per row (expert), its largest weight over 2^(b-1) - 1: a function of
-the weights alone, so that an unchanged router keeps its bytes whatever the calibration set. Rounded
-weights are stored as f32 in the plan; being multiples of a row's step, they compress, and a target
-that wants integers finds them exactly.
+the weights alone, so that an unchanged router keeps its bytes whatever the calibration set. A
+module holds rounded weights as f32 and says how they are stored: as 8- or 16-bit codes and a step
+per row, which the router's kernel decodes to the very same f32 (`compiler.quant.row_codes`).
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ from compiler.contract.operations import Op
 from compiler.kernels.program import ABSENT, Module
 from compiler.quant.products import small_products
 from compiler.quant.record import CalibrationRecord, Floats, RouterSample
+from compiler.quant.row_codes import layout_of, round_to_codes
 
 WIDTHS: Final = (4, 6, 8, 16)
 UNROUNDED: Final = 32
@@ -51,10 +52,18 @@ class RoundedRouters:
     widths: tuple[RouterWidth, ...]
 
 
-def round_routers(module: Module, record: CalibrationRecord | None) -> RoundedRouters:
+def round_routers(
+    module: Module, record: CalibrationRecord | None, base: Mapping[int, int] | None = None
+) -> RoundedRouters:
     """Round every router that calibration reached to the narrowest width that serves.
 
     A matrix that another operation reads too, or that several layers share, stays as it is.
+
+    Args:
+        module: The module that was recorded.
+        record: What calibration saw.
+        base: Bits per code that an older bundle stores, by weight: kept where they serve, because
+            another width would move everything behind it and make a large delta.
     """
     if record is None:
         return RoundedRouters(module, ())
@@ -65,12 +74,17 @@ def round_routers(module: Module, record: CalibrationRecord | None) -> RoundedRo
         array = weights[router.weight].array
         bias = None if router.bias == ABSENT else weights[router.bias].array
         found = search_width(array, bias, router)
+        kept = (base or {}).get(router.weight, UNROUNDED)
+        if found.bits < kept < UNROUNDED and found.flips[kept] <= MOST_FLIPS:
+            found = replace(found, bits=kept)
         uses = sum(other.weight == router.weight for other in record.routers)
         if router.weight in shared or uses > 1:
             found = replace(found, bits=UNROUNDED)
         if found.bits != UNROUNDED:
             stored = round_rows(array, found.bits)
-            weights[router.weight] = replace(weights[router.weight], array=stored)
+            weights[router.weight] = replace(
+                weights[router.weight], array=stored, layout=layout_of(found.bits)
+            )
         widths.append(found)
     return RoundedRouters(replace(module, weights=tuple(weights)), tuple(widths))
 
@@ -95,11 +109,7 @@ def search_width(weight: Floats, bias: Floats | None, sample: RouterSample) -> R
 
 def round_rows(weight: Floats, bits: int) -> Floats:
     """Return a matrix (E, D) with each row on its own symmetric grid of `bits` bits, as f32."""
-    most = 2 ** (bits - 1) - 1
-    steps = np.abs(weight.astype(np.float64)).max(axis=1, keepdims=True) / most
-    codes = np.rint(weight / np.where(steps > 0, steps, 1.0))
-    rounded: Floats = (codes * steps).astype(np.float32)
-    return rounded
+    return round_to_codes(weight, bits).values()
 
 
 def choices(weight: Floats, bias: Floats | None, inputs: Floats, top_k: int) -> np.ndarray:

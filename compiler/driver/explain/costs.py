@@ -16,7 +16,7 @@ from typing import Final
 from compiler.contract.expert_pages import PAGE_OPS
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanCall, PlanProgram
-from compiler.contract.plan_format import DTYPE_BYTES, Kind
+from compiler.contract.plan_format import DTYPE_BYTES, KIND_NAMES, Kind
 from compiler.kernels.registry import KERNELS
 from compiler.kernels.select import TileSpec
 
@@ -224,7 +224,7 @@ def _experts(program: ProgramCosts, call: PlanCall) -> CallCost:
 def _moe_layer(program: ProgramCosts, call: PlanCall) -> CallCost:
     inner = _chosen(program, call, int(call.params["k"]))
     held = [program.plan.weights[at] for at in call.weights if at >= 0]
-    router = sum(item.rows * item.cols for item in held if item.kind is Kind.F32)
+    router = sum(item.rows * item.cols for item in held if KIND_NAMES[item.kind] != "w4")
     routed = 2 * program.rows(call.inputs[0]) * router
     return _made(inner.flops + routed, inner.dense_flops + routed, inner.sparsity)
 

@@ -28,6 +28,9 @@ _LAYOUTS: Final[Mapping[Kind, str]] = {
     Kind.F32: "row-major f32",
     Kind.I32: "row-major i32",
     Kind.F32_TAPS: "taps of 16 channels, f32",
+    Kind.W4_TILES: "live tiles of 16 rows and 32 columns, 4-bit codes",
+    Kind.I8_ROWS: "rows of 8-bit codes, a step per row",
+    Kind.I16_ROWS: "rows of 16-bit codes, a step per row",
 }
 Times = Mapping[str, Sequence[float]]
 

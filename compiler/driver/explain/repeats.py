@@ -6,6 +6,7 @@ from typing import Final
 
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanCall, PlanWeight
+from compiler.contract.plan_format import CODE_BYTES, Kind
 
 LONGEST_PERIOD: Final = 96
 SHORTEST_PERIOD: Final = 3
@@ -28,12 +29,19 @@ class Segment:
 
 
 def signature(plan: Plan, call: PlanCall) -> Hashable:
-    """Return what two calls of repeated layers share: operation, shapes, kinds of weights."""
+    """Return what two calls of repeated layers share: operation, shapes, kinds of weights.
+
+    How many bits a layer's router is stored in makes it no other layer.
+    """
     return (
         call.op,
         tuple(_shape(plan, at) for at in (*call.inputs, *call.outputs)),
-        tuple((w.kind, w.rows, w.cols) if w else None for w in _held(plan, call)),
+        tuple((_kind(w), w.rows, w.cols) if w else None for w in _held(plan, call)),
     )
+
+
+def _kind(weight: PlanWeight) -> Kind:
+    return Kind.F32 if weight.kind in CODE_BYTES else weight.kind
 
 
 def segments(plan: Plan, calls: Sequence[PlanCall]) -> list[Segment]:

@@ -9,7 +9,7 @@ from compiler.contract.expert_groups import parse_expert_groups
 from compiler.contract.router_stats import parse_router_stats
 from compiler.contract.session import step_inputs
 from compiler.driver.routing import learn_routing
-from compiler.kernels.program import ABSENT, Module
+from compiler.kernels.program import ABSENT, Module, Op
 from compiler.quant.expert_groups import (
     expert_steps,
     group_experts,
@@ -27,8 +27,9 @@ from compiler.quant.router_bits import (
     search_width,
 )
 from compiler.quant.router_stats import router_stats
+from compiler.quant.row_codes import layout_of
 from compiler.simulator import Simulator
-from tests.factories.modules import small_decoder
+from tests.factories.modules import ModuleBuilder, small_decoder
 
 PICTURE = np.random.default_rng(5).integers(0, 256, 256, np.uint8).tobytes()
 
@@ -71,7 +72,7 @@ def test_it_rounds_rows_to_their_own_grid() -> None:
         codes = rounded / steps
         assert np.allclose(codes, np.rint(codes), atol=1e-3 * most / 100)
         assert np.abs(rounded - weight).max() <= 0.5001 * steps.max()
-        assert np.array_equal(round_rows(rounded, bits), rounded)
+        assert np.allclose(round_rows(rounded, bits), rounded, rtol=1e-6)
     assert not round_rows(np.zeros((2, 4), np.float32), 8).any()
 
 
@@ -120,6 +121,25 @@ def test_it_rounds_the_routers_of_a_module_and_nothing_else(module, record) -> N
         after = choices(rounded.module.weights[one.weight].array, None, one.inputs, 2)
         assert np.mean(before != after) <= 2 * MOST_FLIPS
         assert width.flips[width.bits] <= MOST_FLIPS
+        if width.bits != UNROUNDED:
+            assert rounded.module.weights[one.weight].layout == layout_of(width.bits)
+
+
+def test_it_keeps_the_width_of_the_base_where_it_serves() -> None:
+    weight, sample = router(600)
+    easy = round_rows(weight, 6)
+    found = search_width(easy, None, sample).bits
+    assert found <= 8
+    builder = ModuleBuilder()
+    x, gate = builder.buffer(None, 32), builder.buffer(None, 2)
+    index = builder.buffer(None, 2, "i32")
+    builder.call(Op.ROUTE, [x], [index, gate], [builder.weight(easy)], k=2, order=0)
+    builder.program("run", {"x": x}, {"index": index})
+    record = CalibrationRecord({}, (), (sample,))
+    for base, bits in (({}, found), ({0: 16}, 16), ({0: 8}, 8)):
+        rounded = round_routers(builder.module(), record, base)
+        assert [width.bits for width in rounded.widths] == [bits]
+        assert rounded.module.weights[0].layout == layout_of(bits)
 
 
 def test_its_statistics_count_every_row(module, record) -> None:
