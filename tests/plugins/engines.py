@@ -1,7 +1,8 @@
 """Pytest plugin: what this machine cannot run, and how to enable it.
 
 Markers `postgres`, `redis` and `browser` are skipped with a reason where their engine is missing;
-marker `full` runs only with `--full`. The list is printed above pytest's own summary.
+marker `full` runs only with `--full`. The list is printed above pytest's own summary, and so are
+the figures that campaigns hand over with `record_property`.
 """
 
 import faulthandler
@@ -86,6 +87,15 @@ def pytest_terminal_summary(
         terminalreporter.write_line("nothing was left out")
     for hint, count in sorted(counts.items()):
         terminalreporter.write_line(f"{count} tests: {hint}")
+    campaigns = {
+        report.nodeid: ", ".join(f"{name} {value}" for name, value in report.user_properties)
+        for report in terminalreporter.getreports("passed")
+        if report.user_properties
+    }
+    if campaigns:
+        terminalreporter.section("figures of the campaigns")
+    for nodeid, figures in sorted(campaigns.items()):
+        terminalreporter.write_line(f"{nodeid}: {figures}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -4,6 +4,7 @@ Random functions are run twice, the second time with every element that is not d
 all values at once. Broken rules are noticed: they excuse what a result observes, or excuse less.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -227,7 +228,9 @@ def how_it_dies(logic: DemandLogic, seeds: Sequence[int], *, timid: bool) -> str
         (timid_rows, True, "fewer claims"),
     ],
 )
-def test_every_mutant_is_caught(mutants, timid: bool, fate: str, graphs: Graphs) -> None:
+def test_every_mutant_is_caught(
+    mutants, timid: bool, fate: str, graphs: Graphs, record_property
+) -> None:
     fates = {
         name: how_it_dies(
             logic, sorted({s for key in keys for s in graphs.get(key, ())}), timid=timid
@@ -235,6 +238,9 @@ def test_every_mutant_is_caught(mutants, timid: bool, fate: str, graphs: Graphs)
         for name, (keys, logic) in mutants().items()
         if not (timid and name.startswith(FULL_ANYWAY))
     }
+    record_property("mutants", len(fates))
+    for way, count in sorted(Counter(fates.values()).items()):
+        record_property(way, count)
     assert [name for name, found in fates.items() if found == "alive"] == []
     assert set(fates.values()) <= {fate, "crash"}
     assert sum(found == fate for found in fates.values()) >= 0.9 * len(fates)

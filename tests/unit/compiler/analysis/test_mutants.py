@@ -70,11 +70,16 @@ def test_the_rules_claim_what_is_recorded(claims: list[int]) -> None:
         (interface_mutants, len(ZERO_RULES)),
     ],
 )
-def test_every_mutant_is_caught(mutants, least: int, graphs: Graphs, claims: list[int]) -> None:
+def test_every_mutant_is_caught(
+    mutants, least: int, graphs: Graphs, claims: list[int], record_property
+) -> None:
     fates = {
         name: how_it_dies(logic, graphs.get(key, []), claims)
         for name, (key, logic) in mutants().items()
     }
+    record_property("mutants", len(fates))
+    for fate, count in sorted(Counter(fates.values()).items()):
+        record_property(fate, count)
     assert [name for name, fate in fates.items() if fate == "alive"] == []
     assert len(fates) >= least
     assert Counter(fates.values())["unsound"] > 0

@@ -54,5 +54,11 @@ def test_only_typed_errors_leave_the_compiler(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", range(8))
-def test_only_typed_errors_leave_the_compiler_at_length(tmp_path: Path, part: int) -> None:
-    check(mutants(25, first_seed=100 + 25 * part), tmp_path)
+def test_only_typed_errors_leave_the_compiler_at_length(
+    tmp_path: Path, part: int, record_property
+) -> None:
+    found = check(mutants(25, first_seed=100 + 25 * part), tmp_path)
+    record_property("submissions", found.total())
+    for code in sorted({code for _, code in found}):
+        count = sum(n for (_, other), n in found.items() if other == code)
+        record_property(code or "imported", count)
