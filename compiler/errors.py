@@ -39,6 +39,12 @@ class MalformedModelError(UserModelError):
     code: ClassVar[str] = "build.user.malformed_model"
 
 
+class MissingExpertsError(UserModelError):
+    """A router chooses among more experts than the file holds; the message lists the others."""
+
+    code: ClassVar[str] = "build.user.missing_experts"
+
+
 class LimitError(UserModelError):
     """The submission needs more than a named limit allows; the hint names the option."""
 

@@ -14,31 +14,30 @@ file does not hold cannot be repaired: `MissingExpertsError` names them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Final
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from compiler.errors import UserModelError
 from compiler.frontend.graph_view import GraphView, extract, router_shape, widths
 from compiler.frontend.moe_batch import Batch, BodyError
 from compiler.frontend.moe_regions import Region, find_regions
 from compiler.frontend.onnx_file import opset_of
 from compiler.frontend.values import Array
+from compiler.passes.expert_count import need_all
 from compiler.passes.judge import Run, agrees, ready, sample_choices, sample_rows
 
 RUNS: Final = 24
 """The most runs of one judgement; each covers as many experts as were traced."""
 SCALES: Final = (1.0, 6.0)
 FED_BYTES: Final = 1 << 16
+TRACED_HINT: Final = (
+    "the model was exported by tracing, and only the experts that the dummy input reached were"
+    " written; export with stacked expert weights (`batched_mm`) or with an input that reaches all"
+    " of them"
+)
 _SIGNS: Final = frozenset({"OneHot", "Equal", "Loop", "If"})
-
-
-class MissingExpertsError(UserModelError):
-    """A router chooses among more experts than the file holds; the message lists the others."""
-
-    code: ClassVar[str] = "build.user.missing_experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +118,8 @@ def _repair(
 
 def _need_all(region: Region, file: str, experts: int, present: set[int]) -> None:
     """Refuse a mixture that lacks experts which the router can choose."""
-    if len(present) >= experts:
-        return
-    missing = sorted(set(range(experts)) - present)
-    raise MissingExpertsError(
-        f"{file}: the router of the experts that end in {region.result!r} chooses among {experts},"
-        f" the file holds {len(present)}; missing are {', '.join(map(str, missing))} (counted by"
-        " the columns of the router's weight)",
-        hint="the model was exported by tracing, and only the experts that the dummy input reached"
-        " were written; export with stacked expert weights (`batched_mm`) or with an input that"
-        " reaches all of them",
-    )
+    where = f"{file}: the router of the experts that end in {region.result!r}"
+    need_all(where, experts, present, TRACED_HINT)
 
 
 # --- judge ---------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from compiler.dialects.moe import ExpertsOp, RouteOp
 from compiler.dialects.sp import ConstantOp, LinearOp, OnnxOp
 from compiler.dialects.types import shape_of, sizes_at
 from compiler.passes.base import PassContext, PassResult
+from compiler.passes.expert_count import need_chosen_experts
 from compiler.passes.functions import functions, operations
 from compiler.passes.judge import agrees, bind, run_source, sample_rows
 from compiler.passes.match import attr
@@ -49,7 +50,12 @@ class RaiseMoeRouter:
     name: ClassVar[str] = "raise-moe-router"
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
-        """Raise the router of every `moe.experts`."""
+        """Raise the router of every `moe.experts`.
+
+        Raises:
+            MissingExpertsError: A router, raised here or before, can choose experts that its
+                stacks do not hold.
+        """
         notes: list[str] = []
         changed = 0
         for op in operations(module):
@@ -57,6 +63,7 @@ class RaiseMoeRouter:
                 changed += _raise(op, ctx, notes)
         for func in functions(module):
             erase_dead(func)
+        need_chosen_experts(module, ctx)
         return PassResult(changed, tuple(notes))
 
 

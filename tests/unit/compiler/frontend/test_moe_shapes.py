@@ -8,8 +8,7 @@ import onnx
 import pytest
 
 from compiler.analysis import moe_meaning
-from compiler.errors import CompilerError, UnsupportedOperatorError
-from compiler.frontend.moe_repair import MissingExpertsError
+from compiler.errors import CompilerError, MissingExpertsError, UnsupportedOperatorError
 from compiler.frontend.moe_shapes import ACTS, CONTRIB_ACTS, ROUTERS, SHAPES, legal_cells
 from compiler.kernels.program import ExpertAct, Module, RouteOrder
 from compiler.simulator import Simulator

@@ -6,8 +6,10 @@ import numpy as np
 import onnx
 import pytest
 
-from compiler.errors import UnsupportedOperatorError
+from compiler.errors import MissingExpertsError, UnsupportedOperatorError
 from compiler.kernels.program import Module, RouteOrder
+from tests.factories.moe_exports import Edit, drop_expert
+from tests.factories.moe_exports import edited as edited_export
 from tests.factories.onnx_blocks import Block, GraphBuilder, MoeShape, moe_block
 from tests.factories.onnx_models import graph_document, write_block, write_submission
 from tests.factories.onnx_runs import block_difference, lowered
@@ -75,6 +77,30 @@ def test_it_compiles_exported_blocks(tmp_path: Path, name: str) -> None:
     assert operations(module) == ["ROUTE", "EXPERTS"]
     for tokens in (1, 9, 16):
         assert block_difference(directory, tokens) < 1e-4
+
+
+def cut_router(graph: onnx.GraphProto) -> None:
+    """The router loses its last expert; the stacks keep it."""
+    weight = next(t for t in graph.initializer if t.name.endswith("gate.weight"))
+    array = onnx.numpy_helper.to_array(weight)[:-1].copy()
+    weight.CopyFrom(onnx.numpy_helper.from_array(array, weight.name))
+
+
+def exported(tmp_path: Path, edit: Edit) -> Path:
+    model = edited_export(onnx.load(EXPORTS / "exp_qwen3_moe_batched_mm_dynamo.onnx"), edit)
+    return write_submission(tmp_path, {"model": model}, graph_document(model))
+
+
+def test_it_names_experts_that_the_stacks_lack(tmp_path: Path) -> None:
+    with pytest.raises(MissingExpertsError, match="among 4, the file holds 3; missing are 3") as e:
+        lowered(exported(tmp_path, drop_expert))
+    assert "cut the router" in e.value.hint
+
+
+def test_it_takes_experts_that_no_router_chooses(tmp_path: Path) -> None:
+    directory = exported(tmp_path, cut_router)
+    assert operations(lowered(directory).module) == ["ROUTE", "EXPERTS"]
+    assert block_difference(directory, tokens=9) < 1e-4
 
 
 def edited(tmp_path: Path, edit: dict[str, str]) -> Path:
