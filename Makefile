@@ -1,7 +1,7 @@
 # Developers' targets. Users need none of them: `python3 manage.py demo` and `python3 manage.py test` set up everything.
 PY ?= .venv/bin/python
 
-.PHONY: help env check format test full states openapi bench-answer bench-compile bench-kernels bench-prune demo lock
+.PHONY: help env check format test full states openapi bench-answer bench-compile bench-kernels bench-prune demo lock lock-exporters
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,3 +53,6 @@ lock: ## Resolve the lock files again from requirements*.in
 	$(PY) -m uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header requirements.in -o requirements.lock
 	$(PY) -m uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header requirements-dev.in -o requirements-dev.lock
 	$(PY) -m uv pip compile --universal --python-version 3.11 --no-deps --generate-hashes --no-emit-index-url --no-header requirements-models.in -o requirements-models.lock
+
+lock-exporters: ## The same for the exporters of examples/moe-exports; UV_FIND_LINKS names where torch for the CPU is
+	$(PY) -m uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url --no-emit-find-links --no-header requirements-exporters.in -o requirements-exporters.lock

@@ -1,25 +1,32 @@
 """Export MoE blocks of the `transformers` library to ONNX, as its users do.
 
-Needs torch, transformers and onnx, which Sparsefleet itself does not:
+Needs the packages of `requirements-exporters.lock`, which Sparsefleet itself does not:
 
     python export_transformers.py DIRECTORY [FAMILY ...]
 
 Each family gives three files: the eager experts traced by TorchScript (`eager_ts`, a loop over the
 experts that the example input hit), and the `batched_mm` experts by both exporters. `trap.onnx` is
-the eager loop of 16 experts, traced with 64 tokens. Weights are random; sizes are the least that
-keep every structure (model width 32, 4 or 8 experts, two of them chosen).
+the eager loop of 16 experts, traced with 64 tokens that hit 15 of them. Weights are random, seeded
+by the file's name, so that a file is the same whatever else is written; sizes are the least that
+keep every structure (model width 32, 4 or 8 experts, two of them chosen). What exporters note about
+the machine they ran on is left out.
 """
 
+import itertools
+import logging
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import onnx
 import torch
 import transformers
 
 WIDTH = 32
+TRAP_EXPERTS, TRAP_TOKENS = 16, 64
 COMMON: dict[str, Any] = {
     "hidden_size": WIDTH,
     "intermediate_size": 64,
@@ -57,6 +64,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssConfig", {**LOCAL, "head_dim": 8}),
     "deepseek_v3": ("DeepseekV3Config", DEEPSEEK),
     "granitemoe": ("GraniteMoeConfig", LOCAL),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
 }
 
 
@@ -83,11 +91,16 @@ def block_of(config: str, sizes: dict[str, Any], experts: str) -> Block:
     return Block(next(m for n, m in model.named_modules() if n.endswith(names))).eval()
 
 
-def traced(block: Block, path: Path, tokens: int = 6) -> None:
-    """Export by TorchScript tracing."""
+def rows(tokens: int) -> torch.Tensor:
+    """Return random example rows (1, tokens, WIDTH)."""
+    return torch.randn(1, tokens, WIDTH)
+
+
+def traced(block: Block, path: Path, x: torch.Tensor | None = None) -> None:
+    """Export by TorchScript tracing of x."""
     torch.onnx.export(
         block,
-        (torch.randn(1, tokens, WIDTH),),
+        (rows(6) if x is None else x,),
         path,
         dynamo=False,
         opset_version=17,
@@ -101,7 +114,7 @@ def captured(block: Block, path: Path) -> None:
     length = torch.export.Dim("s", min=2, max=64)
     torch.onnx.export(
         block,
-        (torch.randn(1, 6, WIDTH),),
+        (rows(6),),
         path,
         dynamo=True,
         dynamic_shapes={"x": {1: length}},
@@ -128,24 +141,48 @@ def exports(family: str) -> Iterator[tuple[str, Callable[[Path], None]]]:
         yield f"exp_{family}_{experts}_{exporter}.onnx", writer
 
 
+def hit(block: Block, x: torch.Tensor) -> int:
+    """Return how many experts of a block the rows of x choose."""
+    logits = x.reshape(-1, WIDTH) @ block.b.gate.weight.T
+    return len(logits.topk(block.b.gate.top_k).indices.unique())
+
+
 def trap(path: Path) -> None:
-    """Trace a loop over 16 experts of which 64 tokens hit some."""
+    """Trace a loop over experts with rows that hit all but one."""
     config, sizes = FAMILIES["qwen3_moe"]
-    traced(block_of(config, {**sizes, "num_experts": 16}, "eager"), path, tokens=64)
+    block = block_of(config, {**sizes, "num_experts": TRAP_EXPERTS}, "eager")
+    draws = (rows(TRAP_TOKENS) for _ in itertools.count())
+    traced(block, path, next(x for x in draws if hit(block, x) == TRAP_EXPERTS - 1))
+
+
+def without_notes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Drop metadata and documentation: exporters put stack traces with folders there."""
+    graph = model.graph
+    parts = [model, graph, *graph.node, *graph.initializer]
+    for part in [*parts, *graph.input, *graph.output, *graph.value_info]:
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")
+    return model
+
+
+def write(path: Path, export: Callable[[Path], None]) -> None:
+    """Write one file."""
+    torch.manual_seed(zlib.crc32(path.name.encode()))
+    export(path)
+    onnx.save(without_notes(onnx.load(path)), path)
+    print(path.name)
 
 
 def main(directory: Path, families: list[str]) -> None:
     """Write the files of some families, or of all and the trap."""
     warnings.filterwarnings("ignore")
-    torch.manual_seed(0)
+    logging.disable(logging.WARNING)
     directory.mkdir(parents=True, exist_ok=True)
     for family in families or FAMILIES:
-        for name, write in exports(family):
-            write(directory / name)
-            print(name)
+        for name, export in exports(family):
+            write(directory / name, export)
     if not families:
-        trap(directory / "trap.onnx")
-        print("trap.onnx")
+        write(directory / "trap.onnx", trap)
 
 
 if __name__ == "__main__":
