@@ -100,20 +100,21 @@ def make_device(
     device_class: str = "pc",
     at: datetime | None = None,
     tags: Iterable[str] = (),
+    serial: str = "",
 ) -> Device:
-    """Return a member device, heard from just now."""
-    number = next(_numbers)
+    """Return a member device, heard from just now; its serial decides its identity."""
+    serial = serial or f"serial-{next(_numbers):05d}"
     target = make_target(target) if isinstance(target, str) else target
     document = facts(target.name, device_class)
     fingerprint, _ = Fingerprint.objects.get_or_create(
         sha256=document.sha256, defaults={"document": document.to_json()}
     )
-    thumbprint = hashlib.sha256(f"device {number}".encode()).hexdigest()
+    thumbprint = hashlib.sha256(serial.encode()).hexdigest()
     at = at or datetime(2026, 11, 1, tzinfo=UTC)
     device = Device.objects.create(
         device_id=thumbprint[:32],
-        serial=f"serial-{number:05d}",
-        name=f"device {number}",
+        serial=serial,
+        name=f"device {serial}",
         key_thumbprint=thumbprint,
         public_key=bytes(32),
         state=state.value,
@@ -259,9 +260,16 @@ class SimulatedDevice:
 
 
 class SimulatedFleet:
-    """Fifteen devices of three targets, and the platform's tick, second by second."""
+    """Fifteen devices of three targets, and the platform's tick, second by second.
+
+    What happens depends on `seed` alone, not on row numbers, which depend on the tests before:
+    devices are who they are, and draw what they draw, by their serials, and rollouts order them by
+    known salts. Two fleets in one test need two seeds.
+    """
 
     def __init__(self, *, per_target: int = 5, seed: int = 1, running: bool = True) -> None:
+        self.seed = seed
+        self.rollouts = 0
         self.clock = SteppedClock()
         self.model = make_model()
         self.version, self.bundles = make_release(self.model)
@@ -272,14 +280,18 @@ class SimulatedFleet:
         self.devices: list[SimulatedDevice] = []
         for target in TARGETS:
             for _ in range(per_target):
+                number = len(self.devices)
                 bundle = self.bundles[target] if running else None
-                row = make_device(self.model, target, running=bundle, at=self.clock.now())
+                serial = f"simulated-{seed}-{number:03d}"
+                row = make_device(
+                    self.model, target, running=bundle, at=self.clock.now(), serial=serial
+                )
                 self.devices.append(
                     SimulatedDevice(
                         pk=row.pk,
                         running=bundle.manifest_sha256 if bundle else "",
-                        rng=np.random.default_rng(seed * 1_000 + row.pk),
-                        boot_id=f"boot{row.pk:08d}",
+                        rng=np.random.default_rng([seed, number]),
+                        boot_id=f"boot{number:08d}",
                     )
                 )
 
@@ -310,6 +322,9 @@ class SimulatedFleet:
             gate={"profile": "lab", "delta_wait_s": 0, **(gate or {})},
         )
         rollout = rollout_create(actor=MANAGER, request=request, clock=self.clock)
+        self.rollouts += 1
+        rollout.salt = f"salt of rollout {self.rollouts}"
+        rollout.save(update_fields=["salt"])
         if start:
             rollout_start(actor=MANAGER, rollout_id=rollout.pk, clock=self.clock)
             rollout.refresh_from_db()

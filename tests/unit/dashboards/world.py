@@ -196,7 +196,7 @@ def make_looks(
     spec: GateSpec = LAB,
 ) -> None:
     """Let the gate look at a stage in which treatment fails at the rate `failing`."""
-    rng = random.Random(rollout.pk * 100 + stage.index)
+    rng = random.Random(f"{rollout.name} {stage.index} {failing}")
     harm: dict = {}
     safe: dict = {}
     answers = failures = slow = slow_c = 0

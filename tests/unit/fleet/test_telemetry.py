@@ -167,7 +167,7 @@ def test_it_takes_no_baseline_from_what_is_no_bundle_of_the_device(fleet):
 
 def test_it_drives_the_other_rollouts_when_one_breaks(fleet, monkeypatch, caplog):
     first = Rollout.objects.get()
-    other = SimulatedFleet(per_target=1)
+    other = SimulatedFleet(per_target=1, seed=2)
     other.clock = fleet.clock
     other.release()
     second = other.rollout(gate={"profile": "lab"})
