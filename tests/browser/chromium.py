@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-ANSWER_S = 20.0
+ANSWER_S = 120.0
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -86,7 +86,7 @@ class Chromium:
         self._session = ""
         try:
             self.call("Browser.close")
-            self._process.wait(timeout=5)
+            self._process.wait(timeout=30)
         except (BrowserError, OSError, subprocess.TimeoutExpired):
             self._process.kill()
             self._process.wait()
@@ -154,7 +154,7 @@ class Chromium:
         root = self.call("DOM.getDocument")["root"]["nodeId"]
         return str(self.call("DOM.getOuterHTML", nodeId=root)["outerHTML"])
 
-    def wait_for(self, what: Callable[[], bool], seconds: float = 10.0) -> None:
+    def wait_for(self, what: Callable[[], bool], seconds: float = ANSWER_S) -> None:
         """Wait until `what` is true."""
         end = time.monotonic() + seconds
         while not self._holds(what):

@@ -1,6 +1,7 @@
 """Fixtures of the browser tests: a live server with a small world, and Chromium signed in to it."""
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 from django.conf import settings as django_settings
+from django.core.signals import request_finished, request_started
 from django.test import Client
 
 from builds.common.roles import Role
@@ -16,6 +18,32 @@ from tests.factories.builds import make_user
 from tests.unit.dashboards.world import World, make_world
 
 POLL_IN_FLIGHT_S = 0.3
+WAIT_S = 120.0
+
+
+class InFlight:
+    """How many requests the live server is answering."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._count = 0
+        request_started.connect(self.begin)
+        request_finished.connect(self.end)
+
+    def begin(self, **_: object) -> None:
+        with self._lock:
+            self._count += 1
+
+    def end(self, **_: object) -> None:
+        with self._idle:
+            self._count -= 1
+            self._idle.notify_all()
+
+    def wait(self) -> None:
+        """Wait until every answer is out."""
+        with self._idle:
+            assert self._idle.wait_for(lambda: self._count <= 0, WAIT_S), "an answer does not end"
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +68,13 @@ def _browser(
         yield browser
 
 
+@pytest.fixture(scope="session")
+def _in_flight() -> InFlight:
+    return InFlight()
+
+
 @pytest.fixture
-def browser(_browser: Chromium, transactional_db: None) -> Iterator[Chromium]:
+def browser(_browser: Chromium, _in_flight: InFlight, transactional_db: None) -> Iterator[Chromium]:
     """Return the browser with empty records, scripts on, at the size of a desk screen.
 
     It leaves the site before the database is emptied: a page that polls on would use it meanwhile.
@@ -55,6 +88,7 @@ def browser(_browser: Chromium, transactional_db: None) -> Iterator[Chromium]:
     yield _browser
     _browser.open("about:blank")
     time.sleep(POLL_IN_FLIGHT_S)
+    _in_flight.wait()
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and everything it started, at once."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(10)
+    process.wait(60)
 
 
 def wait_until(question: Callable[[], bool], timeout_s: float, what: str) -> None:

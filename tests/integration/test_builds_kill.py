@@ -43,10 +43,10 @@ def test_it_finishes_the_work_of_a_killed_worker(platform: Platform) -> None:
     )
     flag = platform.folder / "cache" / "hanging"
     with platform.running(platform.script(RUN_ONE.format(job=job)), "worker") as worker:
-        wait_until(flag.exists, 60, "the compiler runs")
+        wait_until(flag.exists, 240, "the compiler runs")
         child = int(flag.read_text())
         kill_group(worker)
-    wait_until(lambda: is_gone(child), 10, "the compiler dies with its worker")
+    wait_until(lambda: is_gone(child), 60, "the compiler dies with its worker")
     story, sections = platform.ask(AFTERWARDS.format(job=job, twin=twin))
     assert story[0] == "compiling"
     assert story[1:4] == ["lease", "compile", "lease_expired"]

@@ -1,8 +1,10 @@
 """The runner with a real child process that misbehaves on order; every fault ends on the row."""
 
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,11 +137,17 @@ def test_it_survives_noise_on_the_childs_output() -> None:
     assert max(len(line.text) for line in job.log.all()) == 2_000
 
 
-def test_it_stops_a_compiler_that_takes_too_long(child: Any) -> None:
+def test_it_stops_a_compiler_that_takes_too_long(
+    child: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time begins when it hangs, however long the child takes to start."""
+    flag = child.state_dir / "cache" / "hanging"
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() if flag.exists() else 0.0)
+    monkeypatch.setattr("builds.compile_runner.process.time", clock)
     child.build_time_limit_s = 1.0
     job = run(b"hang")
     assert (job.state, job.error_code) == ("queued", "build.app.timeout")
-    pid = int((child.state_dir / "cache" / "hanging").read_text())
+    pid = int(flag.read_text())
     assert not Path(f"/proc/{pid}").exists()
 
 

@@ -41,7 +41,7 @@ class Crew:
 
     def finish(self) -> None:
         for thread in self.threads:
-            thread.join(timeout=120)
+            thread.join(timeout=600)
             assert not thread.is_alive(), "a thread waits for ever"
         if self.errors:
             raise self.errors[0]

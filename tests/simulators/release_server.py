@@ -176,6 +176,11 @@ class ReleaseServer:
         with self._lock:
             self._faults.setdefault(kind, []).extend(faults)
 
+    def faults_left(self, kind: str) -> int:
+        """Return how many answers of a kind are still to fail."""
+        with self._lock:
+            return len(self._faults.get(kind, []))
+
     def heal(self) -> None:
         with self._lock:
             self._faults.clear()

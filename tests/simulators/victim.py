@@ -21,7 +21,7 @@ from device_agent.states import State
 from device_agent.storage.disk import Disk
 from tests.simulators.device import QUESTION, toy_ports
 
-LIMIT_S = 30.0
+LIMIT_S = 240.0
 
 
 class KillingDisk(Disk):
@@ -78,7 +78,7 @@ def main(server_url: str, state_dir: Path, update_id: int, checkpoint: str, coun
         probation_s=0.05,
         retry_first_s=0.01,
         retry_most_s=0.05,
-        update_deadline_s=10.0,
+        update_deadline_s=LIMIT_S,
         reserve_bytes=0,
     )
     agent = Agent(config, toy_ports(disk=KillingDisk(killer), checkpoint=killer))

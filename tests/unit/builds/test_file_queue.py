@@ -39,7 +39,7 @@ def test_it_delivers_each_message_once_in_order(connection: Connection) -> None:
         queue.put({"number": number})
     seen = []
     for _ in range(20):
-        message = queue.get(timeout=1)
+        message = queue.get(timeout=60)
         seen.append(message.payload["number"])
         message.ack()
     assert seen == list(range(20))
@@ -51,13 +51,13 @@ def test_it_drops_a_message_that_cannot_be_read(connection: Connection, tmp_path
     queue = connection.SimpleQueue("jobs")
     (tmp_path / "messages" / "0_torn.jobs.msg").write_bytes(b"")
     queue.put({"number": 1})
-    assert queue.get(timeout=1).payload == {"number": 1}
+    assert queue.get(timeout=60).payload == {"number": 1}
 
 
 def test_it_leaves_nothing_behind(connection: Connection, tmp_path: Path) -> None:
     queue = connection.SimpleQueue("jobs")
     queue.put({"number": 1})
-    queue.get(timeout=1).ack()
+    queue.get(timeout=60).ack()
     assert list((tmp_path / "messages").iterdir()) == []
 
 
@@ -70,16 +70,19 @@ def test_it_shares_messages_among_readers_without_a_twin(tmp_path: Path) -> None
         "control_folder": str(tmp_path / "control"),
     }
     seen: list[int] = []
-    lock = threading.Lock()
+    lock, all_are_in = threading.Lock(), threading.Event()
 
     def read() -> None:
         with Connection("filesystem://", transport=Transport, transport_options=options) as own:
             queue = own.SimpleQueue("jobs")
             while True:
+                was_complete = all_are_in.is_set()
                 try:
                     message = queue.get(timeout=0.5)
                 except queue.Empty:
-                    return
+                    if was_complete:
+                        return
+                    continue
                 message.ack()
                 with lock:
                     seen.append(message.payload["number"])
@@ -91,6 +94,7 @@ def test_it_shares_messages_among_readers_without_a_twin(tmp_path: Path) -> None
             reader.start()
         for number in range(100):
             queue.put({"number": number})
+        all_are_in.set()
         for reader in readers:
             reader.join()
     assert sorted(seen) == list(range(100))

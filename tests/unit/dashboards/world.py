@@ -117,7 +117,7 @@ def _enrol(
             correct=int((answers - 5) * (0.25 if failing else 0.842)),
             timed=answers - 10,
             slow=int(answers * (0.3 if failing else 0.05)),
-            latency=sketch_of(device.pk, middle, answers).to_json(),
+            latency=sketch_of(device.serial, middle, answers).to_json(),
         )
 
 

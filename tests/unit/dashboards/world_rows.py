@@ -266,7 +266,7 @@ def devices_make(world: World, count: int) -> None:
     world.group = fleet.Group.objects.create(name="all", model=world.model, filter={})
 
 
-def sketch_of(seed: int, middle: float, count: int) -> Sketch:
+def sketch_of(seed: int | str, middle: float, count: int) -> Sketch:
     rng = random.Random(seed)
     sketch = Sketch()
     for _ in range(count):

@@ -43,8 +43,7 @@ def client(server: ReleaseServer) -> Iterator[Callable[..., HttpClient]]:
     made: list[HttpClient] = []
 
     def client(**changes: Any) -> HttpClient:
-        values = {"read_timeout_s": 0.5, "request_deadline_s": 1.0, "connect_timeout_s": 0.5}
-        config = AgentConfig(**{"server_url": server.url, **values, **changes})
+        config = AgentConfig(**{"server_url": server.url, **changes})
         made.append(HttpClient(config, SystemClock()))
         return made[-1]
 
@@ -57,7 +56,7 @@ def get(http: HttpClient, limit: int = 100_000) -> bytes:
     return http.send(http.build("GET", PATH, headers={}), limit_bytes=limit).body
 
 
-def stream(http: HttpClient, limit: int = 100_000, deadline_s: float = 5.0) -> bytes:
+def stream(http: HttpClient, limit: int = 100_000, deadline_s: float = 60.0) -> bytes:
     with http.stream(PATH, headers={}, limit_bytes=limit, deadline_s=deadline_s) as answer:
         return b"".join(answer.chunks)
 

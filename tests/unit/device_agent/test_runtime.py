@@ -167,12 +167,12 @@ class TestHost:
 
         def slow(asked: Question) -> AnswerRecord:
             entered.set()
-            release.wait(5)
+            release.wait(60)
             return original(asked)
 
         old.answer = slow  # type: ignore[method-assign]
         thread.start()
-        entered.wait(5)
+        entered.wait(60)
         swap = threading.Thread(target=host.swap, args=(ToyAnswerer("2" * 64, {"version": "2"}),))
         swap.start()
         while host.manifest_sha256 != "2" * 64:
@@ -180,8 +180,8 @@ class TestHost:
         assert host.answer(question()).words == ("2",)
         assert not old.closed
         release.set()
-        thread.join(5)
-        swap.join(5)
+        thread.join(60)
+        swap.join(60)
         assert records[0].words == ("1",)
         assert old.closed
 

@@ -17,11 +17,11 @@ from device_agent.errors import ConfigurationError, RefusedError
 from device_agent.farm import farm_configs, run_agents
 from device_agent.runtime.evaluation import SCHEMA
 from tests.simulators.bundles import ToyBundle, ToySpec, toy_bundle
-from tests.simulators.device import toy_config, toy_ports
+from tests.simulators.device import PATIENCE_S, toy_config, toy_ports
 from tests.simulators.release_server import Fault, ReleaseServer
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     end = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < end, "it did not happen in time"
@@ -59,7 +59,7 @@ class Running:
 
     def end(self) -> None:
         self.stop.set()
-        self.thread.join(20)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
 
 
@@ -90,6 +90,12 @@ def answers(server: ReleaseServer, bundle: ToyBundle) -> int:
     return sum(batch.answers for batch in batches if batch.manifest_sha256 == bundle.sha256)
 
 
+def answers_said(folder: Path) -> int:
+    """Return how many answers an agent counts by itself."""
+    path = folder / "run" / "status.json"
+    return int(json.loads(path.read_text())["answers"]) if path.exists() else 0
+
+
 def test_it_enrols_installs_answers_and_reports(
     server: ReleaseServer, run: Callable[..., Running], v1: ToyBundle, tmp_path: Path
 ) -> None:
@@ -105,7 +111,7 @@ def test_it_enrols_installs_answers_and_reports(
     assert all(batch.correct == batch.scored for batch in server.batches.values())
     live = json.loads((tmp_path / "one" / "run" / "status.json").read_text())
     assert live["running_manifest_sha256"] == v1.sha256
-    assert live["answers"] > 0
+    assert answers_said(tmp_path / "one") > 0
 
 
 def test_it_answers_while_it_downloads(
@@ -116,26 +122,32 @@ def test_it_answers_while_it_downloads(
     first = server.offer(v1)
     wait_until(lambda: answers(server, v1) > 10 and first.outcome is UpdateState.SUCCEEDED)
     server.fail("blob", *[Fault(rate=10_000)] * 20)
+    goes_on = threading.Event()
+    server.on_blob = lambda _sha256: goes_on.wait(PATIENCE_S)
     update = server.offer(v2)
     wait_until(lambda: UpdateState.DOWNLOADING in update.states)
     before = answers(server, v1)
     wait_until(lambda: answers(server, v1) > before + 20)
     assert update.outcome is None
+    goes_on.set()
     wait_until(lambda: answers(server, v2) > 10 and update.outcome is UpdateState.SUCCEEDED)
     assert all(batch.failures == 0 for batch in server.batches.values())
 
 
 def test_it_answers_on_while_the_server_is_away(
-    server: ReleaseServer, run: Callable[..., Running], v1: ToyBundle
+    server: ReleaseServer, run: Callable[..., Running], v1: ToyBundle, tmp_path: Path
 ) -> None:
     run("one")
     wait_until(lambda: bool(server.keys))
     first = server.offer(v1)
     wait_until(lambda: answers(server, v1) > 10 and first.outcome is UpdateState.SUCCEEDED)
+    many = 100_000
     for kind in ("poll", "telemetry", "report"):
-        server.fail(kind, *[Fault(drop=True)] * 1000)
-    before = answers(server, v1)
-    time.sleep(0.4)
+        server.fail(kind, *[Fault(drop=True)] * many)
+    wait_until(lambda: server.faults_left("telemetry") < many)  # what was on its way is in
+    before, said = answers(server, v1), answers_said(tmp_path / "one")
+    wait_until(lambda: answers_said(tmp_path / "one") > said + 40)
+    wait_until(lambda: server.faults_left("telemetry") < many - 3)
     assert answers(server, v1) == before
     server.heal()
     wait_until(lambda: answers(server, v1) > before + 40)
@@ -157,13 +169,13 @@ def test_it_returns_by_itself_from_a_bundle_that_fails(
 def test_it_takes_over_from_an_answer_that_never_ends(
     server: ReleaseServer, run: Callable[..., Running], v1: ToyBundle
 ) -> None:
-    run("one", answer_timeout_s=0.1, probation_s=0.2)
+    run("one", answer_timeout_s=1.5, probation_s=0.2)
     wait_until(lambda: bool(server.keys))
     first = server.offer(v1)
     wait_until(lambda: first.outcome is UpdateState.SUCCEEDED)
     spec = ToySpec(version="2", release_seq=2, behaviour={"answer": "hang"})
     update = server.offer(server.publish(toy_bundle(spec)))
-    wait_until(lambda: update.outcome is not None, timeout_s=30.0)
+    wait_until(lambda: update.outcome is not None)
     assert update.outcome is UpdateState.ROLLED_BACK
     assert update.reports[-1].message == "an answer does not end"
     before = answers(server, v1)
@@ -175,12 +187,11 @@ def test_it_stops_in_the_middle_of_a_download(
 ) -> None:
     agents = run("one")
     wait_until(lambda: bool(server.keys))
-    server.fail("blob", *[Fault(rate=1000)] * 20)
+    server.fail("blob", *[Fault(rate=50)] * 20)  # 13 kB: four minutes
     update = server.offer(v1)
-    wait_until(lambda: server.sent_bytes.get("blob", 0) > 50)
-    start = time.monotonic()
+    wait_until(lambda: server.sent_bytes.get("blob", 0) > 5)
     agents.end()
-    assert time.monotonic() - start < 4.0
+    assert server.sent_bytes["blob"] < v1.manifest.total_bytes / 2
     server.heal()
     run("one")
     wait_until(lambda: update.outcome is UpdateState.SUCCEEDED)
@@ -190,7 +201,7 @@ def test_it_stops_all_when_one_is_refused(
     server: ReleaseServer, run: Callable[..., Running]
 ) -> None:
     agents = run("one", claim="wrong")
-    agents.thread.join(10)
+    agents.thread.join(PATIENCE_S)
     assert isinstance(agents.error, RefusedError)
 
 

@@ -282,7 +282,7 @@ class TestCancelling:
         self, server: ReleaseServer, device: Device, v2: ToyBundle
     ) -> None:
         update = server.offer(v2)
-        server.fail("blob", Fault(rate=2000))
+        server.fail("blob", *[Fault(rate=2000)] * 20)
         withdraw = threading.Timer(0.3, lambda: setattr(update, "live", False))
         server.on_blob = lambda _sha256: withdraw.start() if not withdraw.is_alive() else None
         device.run(lambda: update.outcome is not None)
