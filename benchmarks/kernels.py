@@ -18,9 +18,11 @@ from benchmarks import peers
 from benchmarks.priority import uninterrupted
 from benchmarks.read_limit import Reader
 from benchmarks.runner import Claim, interleaved, main
-from benchmarks.synthetic import CACHE, Synthetic, linear_walk, load, moe_walk
+from benchmarks.synthetic import CACHE, Synthetic, linear_walk, load, moe_walk, router
 from compiler.contract.native import NativePlan
 from compiler.driver.native_check import host_target
+from compiler.emitters.toolchain import build_kernels
+from compiler.hardware.targets import find_target
 from compiler.kernels.program import Op
 
 N: Final = 4096
@@ -31,6 +33,8 @@ EXPERTS: Final = 8
 ROUNDS: Final = 15
 PREFILL_ROWS: Final = 256
 PREFILL_MATRICES: Final = 4
+ROUTED_EXPERTS: Final = 16
+CALLS: Final = 200
 BLOCKS: Final = (32, 128)
 MICROSECONDS: Final = 1e6
 TUNABLE: Final = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
@@ -178,6 +182,42 @@ def prefill_claims(target: str) -> list[Claim]:
     return claims
 
 
+def call_claims(target: str) -> list[Claim]:
+    """Return what one small call costs through Python, and what loading a plan costs."""
+    routed = Synthetic(router(K, ROUTED_EXPERTS), {}, 0)
+    decide = loaded(target, routed, (Op.ROUTE,), 1)
+    emitted = linear_walk(K, K, 4).emit()
+    kernels = build_kernels(find_target(target), (Op.LINEAR,), CACHE)
+
+    def start() -> None:
+        NativePlan(kernels, emitted.plan_bytes, emitted.sections).close()
+
+    def decisions() -> None:
+        for _ in range(CALLS):
+            decide()
+
+    runs = measured({"decide": decisions, "load": start})
+    rows = (
+        ("kernels.route.call", median(runs, "decide") / CALLS, 20.0, f"{ROUTED_EXPERTS} experts"),
+        ("kernels.plan.load", median(runs, "load"), 20_000.0, "four matrices of 1024 x 1024"),
+    )
+    return [
+        Claim(
+            name,
+            seconds * MICROSECONDS,
+            "us",
+            "bar",
+            "",
+            bar,
+            bar / (seconds * MICROSECONDS),
+            1.0,
+            "host",
+            f"{note}, through the Python call, {target}",
+        )
+        for name, seconds, bar, note in rows
+    ]
+
+
 def measure() -> list[Claim]:
     """Measure every row, one group of candidates after another."""
     target = host_target()
@@ -189,6 +229,7 @@ def measure() -> list[Claim]:
         *moe_claims(target.id, reader),
         *sparse_claims(target.id),
         *prefill_claims(target.id),
+        *call_claims(target.id),
     ]
 
 

@@ -144,3 +144,17 @@ def moe_walk(layers: int, width: int, hidden: int, experts: int, k: int = 2) -> 
 
 def _expert_shapes(width: int, hidden: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return (2 * hidden, width), (width, hidden)
+
+
+def router(width: int, experts: int, k: int = 2) -> Module:
+    """Return one routing decision over one token."""
+    weight = np.random.default_rng(6).standard_normal((experts, width)).astype(np.float32)
+    buffers = (
+        Buffer(0, 1, False, width, "f32"),
+        Buffer(1, 1, False, k, "i32"),
+        Buffer(2, 1, False, k, "f32"),
+    )
+    params = {"k": k, "order": RouteOrder.SOFTMAX_TOPK_RENORM}
+    call = Call(Op.ROUTE, (0,), (1, 2), (0,), params)
+    program = Program("run", (call,), {"x": 0}, {"index": 1, "gate": 2})
+    return Module((program,), buffers, (Weight(0, "f32", weight, SECTION),), None, 1)
