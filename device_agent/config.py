@@ -58,6 +58,8 @@ class AgentConfig:
         min_rate_bytes_s: A download slower than this for `min_rate_window_s` is given up.
         retry_first_s, retry_most_s: Backoff between tries, before jitter.
         max_spool_batches: Telemetry batches kept while the server is away; the oldest go first.
+        threads: Threads that one answer may use; 0 = as many as help, measured when a bundle
+            starts, at most one per core.
     """
 
     server_url: str = "http://127.0.0.1:8000"
@@ -96,6 +98,7 @@ class AgentConfig:
     retry_first_s: float = 0.5
     retry_most_s: float = 60.0
     max_spool_batches: int = 1_000
+    threads: int = 0
 
     def __post_init__(self) -> None:
         _require_valid(self)

@@ -20,7 +20,11 @@ Checkpoint = Callable[[str], None]
 def native_engine(store: ObjectStore, config: AgentConfig) -> Engine:
     """Return the engine that runs native code."""
     return NativeEngine(
-        store, config.state_dir, config.self_test_timeout_s, config.answer_timeout_s
+        store,
+        config.state_dir,
+        config.self_test_timeout_s,
+        config.answer_timeout_s,
+        config.threads,
     )
 
 

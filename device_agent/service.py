@@ -139,6 +139,7 @@ class AgentService:
         return {
             "update_state": state,
             "running_manifest_sha256": agent.host.manifest_sha256,
+            "runtime": dict(agent.host.facts),
             "spool_dropped": agent.spool.dropped,
             **agent.counters.summary(),
         }

@@ -91,8 +91,7 @@ class NativePlan:
             NativeError: Kernels or sections do not fit it, or the number of threads is out of
                 range.
         """
-        if not 1 <= threads <= MAX_THREADS:
-            raise NativeError(f"{threads} threads are out of range: 1 to {MAX_THREADS}")
+        _require_threads(threads)
         self.plan: Final = parse_plan(plan_bytes)
         self._lock = threading.Lock()
         self._pager: PagerHook | None = None
@@ -100,7 +99,7 @@ class NativePlan:
         self._library: KernelLibrary | None = KernelLibrary(kernels)
         try:
             self._load(self._library, plan_bytes, sections)
-            self._workers = Workers(self._library, self._context, self._memory, threads - 1)
+            self.threads = threads
         except BaseException:
             self.close()
             raise
@@ -138,6 +137,38 @@ class NativePlan:
         self._args = SfArgs(struct_bytes=ctypes.sizeof(SfArgs))
         self._args_address = ctypes.addressof(self._args)
         self._programs = _programs(self.plan, memory.view[arena_at:])
+
+    @property
+    def threads(self) -> int:
+        """Threads of a run, the caller's among them: at most what was asked for."""
+        return 1 + (0 if self._workers is None else len(self._workers))
+
+    @threads.setter
+    def threads(self, threads: int) -> None:
+        """Send the lent threads home and lend others.
+
+        Raises:
+            NativeError: The number is out of range, or the plan is running or closed.
+        """
+        _require_threads(threads)
+        if self._library is None or not self._lock.acquire(blocking=False):
+            raise NativeError("threads cannot change while the plan is running or closed")
+        try:
+            if self._workers is not None:
+                self._workers.close()
+            self._workers = Workers(self._library, self._context, self._memory, threads - 1)
+        finally:
+            self._lock.release()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the plan's weights in memory."""
+        return len(self._weights.view)
+
+    @property
+    def huge_weight_bytes(self) -> int | None:
+        """How many of them lie on huge pages; None if the system does not say. Reads a file."""
+        return self._weights.huge_bytes()
 
     @property
     def context_bytes(self) -> int:
@@ -283,6 +314,11 @@ class NativePlan:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _require_threads(threads: int) -> None:
+    if not 1 <= threads <= MAX_THREADS:
+        raise NativeError(f"{threads} threads are out of range: 1 to {MAX_THREADS}")
 
 
 def _load_sections(

@@ -77,6 +77,7 @@ class KernelLibrary:
             setattr(self, name.removeprefix("sf_"), function)
         self.run_calls = self._bind_newer("sf_run_calls", pointer, u32, u32, u32, pointer)
         self.set_pager = self._bind_newer("sf_set_pager", pointer, C_PAGER, pointer)
+        self.lend = self._bind_newer("sf_lend", pointer)
         self.work = self._bind_newer("sf_work", pointer)
         self.release = self._bind_newer("sf_release", pointer)
 
@@ -94,6 +95,7 @@ class KernelLibrary:
     set_kv_length: "ctypes._FuncPointer"
     run_calls: "ctypes._FuncPointer | None"
     set_pager: "ctypes._FuncPointer | None"
+    lend: "ctypes._FuncPointer | None"
     work: "ctypes._FuncPointer | None"
     release: "ctypes._FuncPointer | None"
 
@@ -141,8 +143,9 @@ class Workers:
             count: How many threads to lend besides the caller's.
         """
         self._dismiss: weakref.finalize[..., object] | None = None
-        work, release = library.work, library.release
-        if not count or work is None or release is None:
+        self._count = 0
+        lend, work, release = library.lend, library.work, library.release
+        if not count or lend is None or work is None or release is None or lend(context):
             return
         held = (library, keeps)
         threads: list[threading.Thread] = []
@@ -156,10 +159,16 @@ class Workers:
             except RuntimeError:  # the system gives no more; fewer are slower, not wrong
                 break
             threads.append(thread)
+        self._count = len(threads)
         self._dismiss = weakref.finalize(self, _dismiss, release, context, threads, held)
+
+    def __len__(self) -> int:
+        """Return how many threads there are."""
+        return self._count
 
     def close(self) -> None:
         """Send the threads home and wait for them."""
+        self._count = 0
         if self._dismiss is not None:
             self._dismiss()
 

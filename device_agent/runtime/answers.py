@@ -73,6 +73,10 @@ class Answerer(Protocol):
     def manifest_sha256(self) -> str:
         """Return which bundle it is."""
 
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """Return what `status` shows of the running code."""
+
     def understands(self, question: Question) -> bool:
         """Return whether the model knows every word and the kind of picture."""
 
@@ -120,6 +124,7 @@ class BundleAnswerer:
         bundle: LoadedBundle,
         timeout_s: float,
         monotonic: Callable[[], float] = time.perf_counter,
+        facts: Mapping[str, object] | None = None,
     ) -> None:
         """Start a session.
 
@@ -127,6 +132,7 @@ class BundleAnswerer:
             ContractError: The bundle does not answer in words.
         """
         self._sha256 = bundle.manifest_sha256
+        self._facts = dict(facts or {})
         self._pipeline: Pipeline = bundle.pipeline
         self._native: ClosableRunner = bundle.runner
         self._runner = TimeoutRunner(bundle.runner, monotonic)
@@ -138,6 +144,11 @@ class BundleAnswerer:
     def manifest_sha256(self) -> str:
         """Return which bundle it is."""
         return self._sha256
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """Return what `status` shows of the running code."""
+        return self._facts
 
     def understands(self, question: Question) -> bool:
         """Return whether the model knows every word and the size of the picture."""

@@ -16,8 +16,8 @@ from compiler.contract.pipeline import Pipeline, parse_pipeline
 from compiler.contract.plan import parse_plan
 from compiler.contract.schedule import parse_schedule
 from compiler.contract.schedule_order import verify_schedule
-from compiler.contract.session import PlanRunner
 from device_agent.errors import BundleError
+from device_agent.runtime.threads import ThreadedRunner
 from device_agent.storage.objects import ObjectStore
 from device_agent.storage.slots import Pointer
 
@@ -29,8 +29,16 @@ SCHEDULE: Final = "schedule"
 NOT_WEIGHTS: Final = frozenset((PLAN, KERNELS, PIPELINE, SELF_TEST))
 
 
-class ClosableRunner(PlanRunner, Protocol):
+class ClosableRunner(ThreadedRunner, Protocol):
     """A plan that holds native memory."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights."""
+
+    @property
+    def huge_weight_bytes(self) -> int | None:
+        """How many of them lie on huge pages; None if the system does not say."""
 
     def close(self) -> None:
         """Free it."""

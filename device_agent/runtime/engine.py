@@ -1,6 +1,7 @@
 """The engine port: test a bundle, start a bundle. The real one runs native code."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -8,9 +9,12 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from compiler.contract.errors import ContractError
+from compiler.contract.native_library import MAX_THREADS
+from compiler.contract.selftest import parse_selftest
 from device_agent.errors import BundleError, SelfTestFailedError
 from device_agent.runtime.answers import Answerer, BundleAnswerer
-from device_agent.runtime.bundle import load_bundle
+from device_agent.runtime.bundle import LoadedBundle, load_bundle
+from device_agent.runtime.threads import tune_threads
 from device_agent.storage.objects import ObjectStore
 from device_agent.storage.slots import Pointer
 
@@ -46,12 +50,14 @@ class NativeEngine:
         state_dir: The folder of `store`, for the child.
         self_test_timeout_s: The child is killed after this, seconds.
         answer_timeout_s: Limit of one answer, seconds.
+        threads: Threads of one answer; 0 = as many as help, at most one per core.
     """
 
     store: ObjectStore
     state_dir: Path
     self_test_timeout_s: float
     answer_timeout_s: float
+    threads: int = 0
 
     def self_test(self, pointer: Pointer) -> None:
         """Run the self-test in a child; see `Engine`."""
@@ -84,10 +90,28 @@ class NativeEngine:
         """Load the bundle; see `Engine`."""
         bundle = load_bundle(self.store, pointer)
         try:
-            return BundleAnswerer(bundle, self.answer_timeout_s)
+            facts = self._give_threads(bundle)
+            return BundleAnswerer(bundle, self.answer_timeout_s, facts=facts)
         except ContractError as error:
             bundle.runner.close()
             raise BundleError(f"the bundle does not answer: {error}") from error
+
+    def _give_threads(self, bundle: LoadedBundle) -> dict[str, object]:
+        """Give the plan its threads; return what `status` shows of the running code."""
+        runner = bundle.runner
+        if self.threads:
+            runner.threads = self.threads
+            measured: dict[int, float] = {}
+        else:
+            first = parse_selftest(bundle.self_test).vectors[0].runs[0]
+            cores = len(os.sched_getaffinity(0))
+            measured = dict(tune_threads(runner, first, min(cores, MAX_THREADS)).seconds)
+        return {
+            "threads": runner.threads,
+            "threads_measured_ms": {n: round(s * 1e3, 3) for n, s in measured.items()},
+            "weight_bytes": runner.weight_bytes,
+            "huge_weight_bytes": runner.huge_weight_bytes,
+        }
 
 
 def _require_passed(done: "subprocess.CompletedProcess[bytes]") -> None:

@@ -7,6 +7,7 @@ seat for ever and nothing else: the new bundle answers on a new thread.
 
 import logging
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -41,6 +42,12 @@ class SessionHost:
         """Return the running bundle, or an empty string."""
         answerer = self._seat.answerer
         return "" if answerer is None else answerer.manifest_sha256
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """Return what `status` shows of the running code; nothing if none runs."""
+        answerer = self._seat.answerer
+        return {} if answerer is None else answerer.facts
 
     def understands(self, question: Question) -> bool:
         """Return whether the running bundle can be asked this."""

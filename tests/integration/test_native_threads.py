@@ -164,6 +164,18 @@ def test_it_comes_and_goes_while_running() -> None:
     assert ours() == []
 
 
+def test_it_takes_more_and_fewer_threads_between_runs() -> None:
+    case = CASES["linear"]
+    with load(case, native_targets()[0], 1) as plan:
+        expected = raw(plan.run("run", inputs(case, ROWS)))
+        for count in (2, 1, 5, 5, 1, 3):
+            plan.threads = count
+            assert plan.threads == count == len(ours()) + 1
+            assert raw(plan.run("run", inputs(case, ROWS))) == expected
+    with pytest.raises(NativeError, match="closed"):
+        plan.threads = 2
+
+
 @pytest.mark.parametrize("count", [0, -1, MAX_THREADS + 1])
 def test_it_refuses_a_number_of_threads_that_makes_no_sense(count: int) -> None:
     with pytest.raises(NativeError, match="threads"):
@@ -187,6 +199,7 @@ def test_it_goes_on_with_fewer_threads_if_the_system_has_no_more(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with load(case, native_targets()[0], 4) as plan:
         assert len(ours()) == 1
+        assert plan.threads == 2
         assert raw(plan.run("run", inputs(case, ROWS))) == expected
 
 

@@ -35,6 +35,10 @@ class ToyAnswerer:
     never: threading.Event = field(default_factory=threading.Event)
     closed: bool = False
 
+    @property
+    def facts(self) -> dict[str, object]:
+        return {"version": self.behaviour["version"]}
+
     def understands(self, question: Question) -> bool:
         return True
 
