@@ -1,5 +1,6 @@
 """The agent with real bundles: EdgeCard compiled for this machine, its self-test, its answers."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -118,6 +119,9 @@ def score(device: Device, questions: EvaluationSet) -> float:
     asked = [question for card in questions.cards[:CARDS] for question in card]
     records = [device.agent.host.answer(question) for question in asked]
     assert {record.manifest_sha256 for record in records} == {device.agent.host.manifest_sha256}
+    facts = device.agent.host.facts
+    assert 1 <= facts["threads"] <= (os.cpu_count() or 1)
+    assert facts["weight_bytes"] > 1_000_000
     return sum(record.correct is True for record in records) / len(records)
 
 
