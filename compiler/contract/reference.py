@@ -58,6 +58,11 @@ class MapKind(IntEnum):
     THRESHOLDED_RELU = 29
     SHRINK = 30
     SWISH = 31
+    ASIN = 32
+    ACOS = 33
+    ASINH = 34
+    ACOSH = 35
+    ATANH = 36
     ADD = 40
     SUB = 41
     MUL = 42

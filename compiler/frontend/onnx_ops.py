@@ -107,7 +107,8 @@ def _schema(name: str) -> OnnxOperator:
 
 
 _SCHEMA_ROWS: Final = (
-    *("ArgMin", "Atan", "AveragePool", "BatchNormalization", "BitwiseAnd", "BitwiseOr"),
+    *("Acos", "Acosh", "ArgMin", "Asin", "Asinh", "Atan", "Atanh"),
+    *("AveragePool", "BatchNormalization", "BitwiseAnd", "BitwiseOr"),
     *("BitwiseXor", "CastLike", "Celu", "ConvInteger", "ConvTranspose", "Cosh", "CumSum"),
     *("DepthToSpace", "DynamicQuantizeLinear", "Elu", "EyeLike", "GRU", "Gelu"),
     *("GlobalAveragePool", "GlobalMaxPool", "HardSigmoid", "HardSwish"),

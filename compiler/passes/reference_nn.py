@@ -1,4 +1,7 @@
-"""Reference rows of convolutions, pools and normalisations over tensors in NCHW order."""
+"""Reference rows of convolutions, pools and normalisations over tensors in NCHW order.
+
+Windows over volumes are in `reference_volume`.
+"""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -22,6 +25,13 @@ from compiler.passes.reference_rows import (
     operand,
     operands,
 )
+from compiler.passes.reference_volume import (
+    DEPTH_AXES,
+    Window,
+    convolve_volume,
+    pool_volume,
+    unconvolve_volume,
+)
 
 _K: Final = MapKind
 
@@ -29,7 +39,7 @@ _K: Final = MapKind
 def _planar(r: ReferenceCalls, sizes: Sequence[int]) -> tuple[int, int]:
     """Return one or two spatial sizes as (height, width); a line has height 1."""
     if len(sizes) > 2:
-        r.sel.refuse("it has more than two spatial axes")
+        r.sel.refuse("it has more than three spatial axes")
     height, width = (1, *sizes)[-2:]
     return height, width
 
@@ -93,9 +103,13 @@ def _conv(op: OnnxOp, r: ReferenceCalls) -> list[View]:
     x, w, bias = (operand(op, r, at) for at in range(3))
     assert x is not None
     assert w is not None
-    geometry = window_geometry(op, r, w.shape[2:])
     shape, groups = r.shape(op.outputs[0]), integer(op, "group", 1)
     transposed = op.op.data == "ConvTranspose"
+    if len(shape) == DEPTH_AXES + 2:
+        window = Window(op, r, w.shape[2:])
+        volume = unconvolve_volume if transposed else convolve_volume
+        return [volume(r, x, w, bias, window, groups, shape)]
+    geometry = window_geometry(op, r, w.shape[2:])
     return [convolve(r, x, w, bias, geometry, groups, shape, transposed=transposed)]
 
 
@@ -105,6 +119,8 @@ def _pool(op: OnnxOp, r: ReferenceCalls) -> list[View]:
     x = operands(op, r)[0]
     window = integers(op, "kernel_shape")
     shape = r.shape(op.outputs[0])
+    if len(window) == DEPTH_AXES:
+        return [pool_volume(r, x, Window(op, r, window), _pool_kind(op), shape)]
     pads = integers(op, "pads") or [0] * 2 * len(window)
     bottom, right = (0, *pads[len(window) :])[-2:]
     height, width = _planar(r, x.shape[2:])
@@ -119,11 +135,13 @@ def _pool(op: OnnxOp, r: ReferenceCalls) -> list[View]:
         "out_h": out_h,
         "out_w": out_w,
     }
-    kind = PoolKind.MAX
-    if op.op.data == "AveragePool":
-        padded = integer(op, "count_include_pad")
-        kind = PoolKind.AVERAGE_PADDED if padded else PoolKind.AVERAGE
-    return r.flat(Op.REF_POOL, {"x": x}, fields, [(shape, "f")], {"kind": int(kind)})
+    return r.flat(Op.REF_POOL, {"x": x}, fields, [(shape, "f")], {"kind": int(_pool_kind(op))})
+
+
+def _pool_kind(op: OnnxOp) -> PoolKind:
+    if op.op.data != "AveragePool":
+        return PoolKind.MAX
+    return PoolKind.AVERAGE_PADDED if integer(op, "count_include_pad") else PoolKind.AVERAGE
 
 
 def _global_pool(kind: ReduceKind) -> Row:

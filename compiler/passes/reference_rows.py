@@ -21,6 +21,11 @@ _K: Final = MapKind
 _UNARY: Final[Mapping[str, tuple[MapKind, MapKind | None]]] = MappingProxyType(
     {
         "Abs": (_K.ABS, _K.ABS_I),
+        "Acos": (_K.ACOS, None),
+        "Acosh": (_K.ACOSH, None),
+        "Asin": (_K.ASIN, None),
+        "Asinh": (_K.ASINH, None),
+        "Atanh": (_K.ATANH, None),
         "Atan": (_K.ATAN, None),
         "Ceil": (_K.CEIL, None),
         "Cos": (_K.COS, None),

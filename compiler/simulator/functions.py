@@ -96,6 +96,40 @@ def atan(x: Doubles) -> Doubles:
     return np.where(x < 0.0, -y, y)
 
 
+def asin(x: Doubles) -> Doubles:
+    """Return the arc sine; NaN outside [-1, 1]."""
+    valid = (x >= -1.0) & (x <= 1.0)
+    inside = np.where(valid, x, 0.0)
+    return np.where(valid, atan(inside / np.sqrt((1.0 - inside) * (1.0 + inside))), np.nan)
+
+
+def acos(x: Doubles) -> Doubles:
+    """Return the arc cosine; NaN outside [-1, 1]."""
+    valid = (x >= -1.0) & (x <= 1.0)
+    inside = np.where(valid, x, 0.0)
+    return np.where(valid, 2.0 * atan(np.sqrt((1.0 - inside) / (1.0 + inside))), np.nan)
+
+
+def asinh(x: Doubles) -> Doubles:
+    """Return the inverse hyperbolic sine."""
+    size = np.where(x < 0.0, -x, x)
+    y = log(size + np.sqrt(size * size + 1.0))
+    return np.where(x < 0.0, -y, y)
+
+
+def acosh(x: Doubles) -> Doubles:
+    """Return the inverse hyperbolic cosine; NaN below 1."""
+    inside = np.where(x >= 1.0, x, 1.0)
+    return np.where(x >= 1.0, log(inside + np.sqrt((inside - 1.0) * (inside + 1.0))), np.nan)
+
+
+def atanh(x: Doubles) -> Doubles:
+    """Return the inverse hyperbolic tangent; NaN outside [-1, 1]."""
+    valid = (x >= -1.0) & (x <= 1.0)
+    inside = np.where(valid, x, 0.0)
+    return np.where(valid, 0.5 * log((1.0 + inside) / (1.0 - inside)), np.nan)
+
+
 def tanh(x: Doubles) -> Doubles:
     """Return the hyperbolic tangent."""
     t = exp(np.where(x < 0.0, x, -x) * 2.0)

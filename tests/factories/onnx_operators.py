@@ -151,6 +151,10 @@ _UNARY = (
 UNARY: Sequence[OperatorCase] = (
     *(case(op, X) for op in _UNARY),
     case("Sqrt", f32(7, low=0.0, high=9.0)),
+    *(case(op, f32(40, low=-1.0, high=1.0)) for op in ("Acos", "Asin", "Atanh")),
+    *(case(op, f32(9, low=-0.001, high=0.001), label="small") for op in ("Asin", "Atanh", "Asinh")),
+    case("Acosh", f32(40, low=1.0, high=90.0)),
+    case("Asinh", f32(40, low=-90.0, high=90.0)),
     case("Log", f32(7, low=0.01, high=9.0)),
     case("Exp", f32(40, low=-80.0, high=80.0), label="wide"),
     case("Sin", f32(40, low=-900.0, high=900.0), label="wide"),
@@ -223,6 +227,7 @@ MATRIX: Sequence[OperatorCase] = (
     case("ReduceSum", i64(3, 4), ints(0), label="int"),
 )
 IMAGE = f32(1, 4, 9, 8)
+VOLUME = f32(2, 4, 5, 6, 7)
 NETWORK: Sequence[OperatorCase] = (
     case("Conv", IMAGE, floats(6, 4, 3, 3), floats(6), pads=[1, 1, 1, 1]),
     case("Conv", IMAGE, floats(8, 1, 3, 3), group=4, pads=[1, 0, 2, 1], label="groups"),
@@ -252,6 +257,39 @@ NETWORK: Sequence[OperatorCase] = (
         label="pad",
     ),
     case("AveragePool", f32(1, 3, 9), kernel_shape=[2], strides=[2], label="line"),
+    case("Conv", VOLUME, floats(6, 4, 3, 2, 3), floats(6), pads=[1, 0, 1, 1, 1, 0], label="volume"),
+    case(
+        *("Conv", VOLUME, floats(4, 2, 2, 3, 3)),
+        group=2,
+        strides=[2, 1, 2],
+        dilations=[2, 1, 1],
+        label="volume-groups",
+    ),
+    case(
+        *("Conv", VOLUME, floats(4, 4, 3, 3, 3)),
+        auto_pad="SAME_UPPER",
+        strides=[2, 2, 2],
+        label="volume-same",
+    ),
+    case("ConvTranspose", VOLUME, floats(4, 3, 2, 2, 3), floats(3), label="volume"),
+    case(
+        *("ConvTranspose", VOLUME, floats(4, 3, 3, 3, 2), floats(6)),
+        group=2,
+        strides=[2, 1, 2],
+        pads=[1, 1, 0, 0, 1, 1],
+        label="volume-groups",
+    ),
+    case("MaxPool", VOLUME, kernel_shape=[2, 3, 2], strides=[1, 2, 2], label="volume"),
+    case("MaxPool", VOLUME, kernel_shape=[3, 3, 3], pads=[1] * 6, strides=[2] * 3, label="framed"),
+    case("AveragePool", VOLUME, kernel_shape=[3, 2, 2], pads=[1, 0, 1, 1, 1, 0], label="volume"),
+    case(
+        *("AveragePool", VOLUME),
+        kernel_shape=[2, 2, 3],
+        pads=[1, 1, 1, 0, 1, 1],
+        count_include_pad=1,
+        label="volume-pad",
+    ),
+    case("GlobalAveragePool", VOLUME, label="volume"),
     case("GlobalAveragePool", IMAGE),
     case("GlobalMaxPool", IMAGE),
     case(
