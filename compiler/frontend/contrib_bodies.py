@@ -11,7 +11,7 @@ name.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import onnx
@@ -134,6 +134,27 @@ class _Writer:
         return f"{self.label}/expanded/{self.count}"
 
 
+class Writing(Protocol):
+    """What writing a rotation takes: nodes, constants, and what the file stores."""
+
+    tables: dict[tuple[str, str, str], tuple[str, str]]
+
+    def op(self, kind: str, *inputs: str, out: str = "", **attributes: Any) -> str:  # noqa: ANN401
+        """Write a node; return the name of its result."""
+
+    def store(self, array: Array) -> str:
+        """Add a constant; return its name."""
+
+    def ints(self, *values: int) -> str:
+        """Add a constant vector; return its name."""
+
+    def stored(self, name: str, what: str) -> Array:
+        """Return a constant's elements, or refuse the node."""
+
+    def need(self, condition: bool, reason: str) -> None:
+        """Refuse the node unless a condition holds."""
+
+
 def _attributes(node: onnx.NodeProto, **defaults: Any) -> dict[str, Any]:  # noqa: ANN401
     return {**defaults, **{a.name: helper.get_attribute_value(a) for a in node.attribute}}
 
@@ -195,7 +216,7 @@ def _fast_gelu(w: _Writer, node: onnx.NodeProto) -> None:
 # --- rotation -------------------------------------------------------------------------------------
 
 
-def _frequencies(w: _Writer, cos_name: str, sin_name: str) -> Array:
+def _frequencies(w: Writing, cos_name: str, sin_name: str) -> Array:
     """Return the frequency per column of stored tables (positions, half).
 
     Raises:
@@ -217,7 +238,7 @@ def _frequencies(w: _Writer, cos_name: str, sin_name: str) -> Array:
     return np.asarray(angle, np.float32)
 
 
-def _tables(w: _Writer, positions: str, cos_name: str, sin_name: str) -> tuple[str, str]:
+def rotation_tables(w: Writing, positions: str, cos_name: str, sin_name: str) -> tuple[str, str]:
     """Write cosine and sine (1, 1, T, 2 * half) of positions (1, T); layers share them."""
     key = (positions, cos_name, sin_name)
     if key not in w.tables:
@@ -230,7 +251,7 @@ def _tables(w: _Writer, positions: str, cos_name: str, sin_name: str) -> tuple[s
     return w.tables[key]
 
 
-def _rotated(w: _Writer, x: str, tables: tuple[str, str], head_dim: int) -> str:
+def rotated(w: Writing, x: str, tables: tuple[str, str], head_dim: int) -> str:
     """Write the rotation of heads (1, H, T, hd)."""
     half, axes, one = head_dim // 2, w.ints(3), w.ints(1)
     first = w.op("Slice", x, w.ints(0), w.ints(half), axes, one)
@@ -245,10 +266,10 @@ def _rotary_embedding(w: _Writer, node: onnx.NodeProto) -> None:
     w.need(not given["interleaved"], "interleaved pairs")
     w.need(not given["rotary_embedding_dim"] and given["scale"] == 1.0, "a part of the head")
     head_dim = 2 * w.stored(cos_name, "the cosine table").shape[-1]
-    tables = _tables(w, positions, cos_name, sin_name)
+    tables = rotation_tables(w, positions, cos_name, sin_name)
     split = w.op("Reshape", x, w.ints(1, -1, given["num_heads"] or -1, head_dim))
     heads = w.op("Transpose", split, perm=[0, 2, 1, 3])
-    turned = w.op("Transpose", _rotated(w, heads, tables, head_dim), perm=[0, 2, 1, 3])
+    turned = w.op("Transpose", rotated(w, heads, tables, head_dim), perm=[0, 2, 1, 3])
     w.need(given["num_heads"] > 0, "the number of heads is not given")
     sizes = w.ints(1, -1, given["num_heads"] * head_dim)
     w.op("Reshape", turned, sizes, out=node.output[0])
@@ -288,10 +309,10 @@ def _grouped_query_attention(w: _Writer, node: onnx.NodeProto) -> None:
     )
     if given["do_rotary"]:
         positions = operands[9] or w.op("Unsqueeze", place, w.ints(0))
-        tables = _tables(w, positions, operands[7], operands[8])
+        tables = rotation_tables(w, positions, operands[7], operands[8])
         width = 2 * w.stored(operands[7], "the cosine table").shape[-1]
         w.need(width == head_dim, "a part of the head is rotated")
-        q, k = _rotated(w, q, tables, head_dim), _rotated(w, k, tables, head_dim)
+        q, k = rotated(w, q, tables, head_dim), rotated(w, k, tables, head_dim)
     k = w.op("Concat", past_key, k, axis=2, out=_output(node, 1))
     v = w.op("Concat", past_value, v, axis=2, out=_output(node, 2))
     k, v = (_shared(w, x, heads, kv_heads, head_dim) for x in (k, v))

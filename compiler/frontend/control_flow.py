@@ -8,7 +8,7 @@ After:
 A loop with a known trip count is repeated; its scanned results are joined along a new first axis.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import onnx
@@ -17,7 +17,7 @@ from onnx import helper
 from compiler.errors import UnsupportedOperatorError
 
 MAX_TRIPS: Final = 1024
-CONTROL: Final = frozenset({"If", "Loop"})
+CONTROL: Final = frozenset({"If", "Loop", "Scan"})
 
 
 def subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
@@ -66,6 +66,13 @@ def renamed(
         names.update((name, f"{prefix}{name}") for name in child.output if name)
     nodes += [_rename(child, names) for child in graph.node]
     return nodes, names
+
+
+def rename_node(node: onnx.NodeProto, names: Mapping[str, str], label: str) -> onnx.NodeProto:
+    """Return a node with other names of values, in its graphs too, and a name of its own."""
+    copy = _rename(node, names)
+    copy.name = label
+    return copy
 
 
 def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
@@ -150,16 +157,103 @@ class LoopExpansion:
         for source, name in zip(self.carried, self.node.output, strict=False):
             if name:
                 nodes.append(helper.make_node("Identity", [source], [name]))
-        axes = f"{self.prefix}axes"
-        tensor = helper.make_tensor("value", onnx.TensorProto.INT64, [1], [0])
-        nodes.append(helper.make_node("Constant", [], [axes], value=tensor))
         for rows, name in zip(self.scanned, self.node.output[len(self.carried) :], strict=False):
-            if not name:
-                continue
-            lifted = [f"{row}/row" for row in rows]
-            nodes += [
-                helper.make_node("Unsqueeze", [row, axes], [up])
-                for row, up in zip(rows, lifted, strict=True)
-            ]
-            nodes.append(helper.make_node("Concat", lifted, [name], axis=0))
+            if name:
+                nodes += _stacked(rows, name, 0, f"{name}/axes")
         return nodes
+
+
+class ScanExpansion:
+    """A `Scan` over axes of known size, one trip after the other."""
+
+    def __init__(self, node: onnx.NodeProto, ranks: Sequence[int], prefix: str) -> None:
+        """Start with the initial state.
+
+        Args:
+            node: The `Scan`.
+            ranks: Numbers of axes of its operands.
+            prefix: Unique among all expansions.
+        """
+        given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        self.node, self.trips, self.prefix = node, 0, prefix
+        self.body: onnx.GraphProto = given["body"]
+        count = int(given["num_scan_inputs"])
+        self.state = list(node.input[: len(node.input) - count])
+        self.given = list(node.input[len(self.state) :])
+        axes = given.get("scan_input_axes") or [0] * count
+        self.axes = [a % rank for a, rank in zip(axes, ranks[len(self.state) :], strict=True)]
+        self.backward = given.get("scan_input_directions") or [0] * count
+        made = len(node.output) - len(self.state)
+        self.result_axes = given.get("scan_output_axes") or [0] * made
+        self.result_backward = given.get("scan_output_directions") or [0] * made
+        self.scanned: list[list[str]] = [[] for _ in range(made)]
+
+    def check(self, sizes: set[int]) -> None:
+        """Take the number of trips from the sizes of all scanned axes, under all lengths.
+
+        Raises:
+            UnsupportedOperatorError: It depends on the run-time lengths, or is above `MAX_TRIPS`.
+        """
+        where = f"operator Scan (node {self.node.name or self.node.output[0]})"
+        if len(sizes) != 1:
+            raise UnsupportedOperatorError(
+                f"{where}: scanned axes have sizes {sorted(sizes)} or depend on the lengths",
+                hint="pin the size of the scanned axis with --dim",
+            )
+        (self.trips,) = sizes
+        if self.trips > MAX_TRIPS:
+            raise UnsupportedOperatorError(
+                f"{where} makes {self.trips} trips, unrolled are at most {MAX_TRIPS}",
+                hint="scan a shorter axis, or cut the sequence into calls that carry the state",
+            )
+
+    def trip(self, at: int) -> list[onnx.NodeProto]:
+        """Return the nodes of one trip."""
+        prefix = f"{self.prefix}{at}/"
+        heads, parts = [], []
+        for i, (name, axis, back) in enumerate(
+            zip(self.given, self.axes, self.backward, strict=True)
+        ):
+            place, part = f"{prefix}place{i}", f"{prefix}part{i}"
+            number = self.trips - 1 - at if back else at
+            value = helper.make_tensor("value", onnx.TensorProto.INT64, [], [number])
+            heads.append(helper.make_node("Constant", [], [place], value=value))
+            heads.append(helper.make_node("Gather", [name, place], [part], axis=axis))
+            parts.append(part)
+        given = [*self.state, *parts]
+        outer = {info.name: name for info, name in zip(self.body.input, given, strict=True)}
+        nodes, names = renamed(self.body, prefix, outer)
+        results = [names.get(info.name, info.name) for info in self.body.output]
+        self.state = results[: len(self.state)]
+        for rows, name in zip(self.scanned, results[len(self.state) :], strict=True):
+            rows.append(name)
+        return [*heads, *nodes]
+
+    def finish(self) -> list[onnx.NodeProto]:
+        """Return the nodes that give the results their names."""
+        nodes = [
+            helper.make_node("Identity", [source], [name])
+            for source, name in zip(self.state, self.node.output, strict=False)
+            if name
+        ]
+        for at, (rows, name) in enumerate(
+            zip(self.scanned, self.node.output[len(self.state) :], strict=True)
+        ):
+            if name:
+                ordered = rows[::-1] if self.result_backward[at] else rows
+                nodes += _stacked(ordered, name, self.result_axes[at], f"{name}/axes")
+        return nodes
+
+
+def _stacked(rows: Sequence[str], name: str, axis: int, axes: str) -> list[onnx.NodeProto]:
+    """Return the nodes that join rows along a new axis."""
+    tensor = helper.make_tensor("value", onnx.TensorProto.INT64, [1], [axis])
+    lifted = [f"{name}/row/{at}" for at in range(len(rows))]
+    return [
+        helper.make_node("Constant", [], [axes], value=tensor),
+        *(
+            helper.make_node("Unsqueeze", [row, axes], [up])
+            for row, up in zip(rows, lifted, strict=True)
+        ),
+        helper.make_node("Concat", lifted, [name], axis=axis),
+    ]

@@ -16,9 +16,17 @@ import onnx
 from compiler.dialects.dims import Binding, Dim, fit
 from compiler.dialects.types import is_supported_dtype
 from compiler.errors import MalformedModelError, UnsupportedOperatorError
-from compiler.frontend import weight_only
-from compiler.frontend.control_flow import CONTROL, MAX_TRIPS, LoopExpansion, branch, reads
+from compiler.frontend.control_flow import (
+    CONTROL,
+    MAX_TRIPS,
+    LoopExpansion,
+    ScanExpansion,
+    branch,
+    reads,
+)
+from compiler.frontend.expansions import EXPANSIONS
 from compiler.frontend.fold_rules import ANNOUNCED
+from compiler.frontend.generic_rules import LATEST
 from compiler.frontend.limits import FoldBudget
 from compiler.frontend.onnx_file import DEFAULT_DOMAINS
 from compiler.frontend.onnx_ops import (
@@ -26,10 +34,12 @@ from compiler.frontend.onnx_ops import (
     REQUIRED,
     OnnxOperator,
     plain_value,
-    supported_operators,
 )
+from compiler.frontend.refused import REFUSED
+from compiler.frontend.sequences import SEQUENCES, Sequences, is_held, resolve
 from compiler.frontend.shape_rules import widened
 from compiler.frontend.values import Array, Known, Node, Runtime, Value, stand_in
+from compiler.frontend.writer import Writer
 
 MAX_EXPANDED_NODES: Final = 1 << 16
 ALONG_ONE_AXIS: Final = 13
@@ -84,20 +94,22 @@ class Evaluation:
         return [axis for axis in axes if axis is not None] if None not in axes else None
 
 
+def kind_of(proto: onnx.NodeProto) -> str:
+    """Return an operator's name, with its domain unless it is the default one."""
+    return proto.op_type if proto.domain in DEFAULT_DOMAINS else f"{proto.domain}::{proto.op_type}"
+
+
 def make_node(proto: onnx.NodeProto, opset: int = 0) -> tuple[Node, OnnxOperator]:
     """Return a node with complete attributes, and its row.
 
     Raises:
         UnsupportedOperatorError: The operator or one of its attributes is unknown.
     """
-    kind = proto.op_type if proto.domain in DEFAULT_DOMAINS else f"{proto.domain}::{proto.op_type}"
+    kind = kind_of(proto)
     name = proto.name or (f"the one that makes {proto.output[0]!r}" if proto.output else "?")
     row = OPERATORS.get(kind)
     if row is None:
-        raise UnsupportedOperatorError(
-            f"operator {kind} (node {name}) is not supported",
-            hint="supported operators: " + ", ".join(supported_operators()),
-        )
+        raise _unsupported(kind, name)
     attrs, given = dict(row.attrs), {}
     for attribute in proto.attribute:
         if attribute.name not in attrs:
@@ -117,6 +129,16 @@ def make_node(proto: onnx.NodeProto, opset: int = 0) -> tuple[Node, OnnxOperator
         raise MalformedModelError(f"operator {kind} (node {name}) has no {missing[0]!r}")
     inputs, outputs = tuple(proto.input), tuple(proto.output)
     return Node(kind, name, inputs, outputs, attrs, given, opset), row
+
+
+def _unsupported(kind: str, name: str) -> UnsupportedOperatorError:
+    refusal = REFUSED.get(kind)
+    reason = f": {refusal.reason}" if refusal else ""
+    known = sorted({*OPERATORS, *EXPANSIONS, *SEQUENCES, *CONTROL})
+    hint = refusal.way_out if refusal else "supported operators: " + ", ".join(known)
+    return UnsupportedOperatorError(
+        f"operator {kind} (node {name}) is not supported{reason}", hint=hint
+    )
 
 
 def evaluate(
@@ -164,14 +186,16 @@ class _Walk:
     budget: FoldBudget
     opset: int
     nodes: list[Node] = field(default_factory=list)
+    sequences: Sequences = field(default_factory=dict)
     expansions: int = 0
 
     def run(self, protos: Sequence[onnx.NodeProto]) -> None:
         for proto in protos:
-            if proto.op_type in CONTROL and proto.domain in DEFAULT_DOMAINS:
+            kind = kind_of(proto)
+            if kind in CONTROL:
                 self._control(proto)
-            elif (proto.domain, proto.op_type) == (weight_only.DOMAIN, weight_only.OPERATOR):
-                self._weight_only(proto)
+            elif kind in EXPANSIONS or is_held(kind, list(proto.input), self.sequences):
+                self._written_out(proto, kind)
             else:
                 self._node(proto)
 
@@ -189,35 +213,18 @@ class _Walk:
         self.values.update(zip(node.outputs, results, strict=False))
         self.nodes.append(node)
 
-    def _weight_only(self, proto: onnx.NodeProto) -> None:
-        """Replace a product with a packed matrix by one with what the matrix stands for."""
-        attrs = {a.name: onnx.helper.get_attribute_value(a) for a in proto.attribute}
-        x, packed, scales, zeros, order, bias = (*proto.input, "", "", "", "")[:6]
-        if order:
-            raise UnsupportedOperatorError(
-                f"operator {proto.op_type} (node {proto.name}): its groups are in another order"
-            )
+    def _written_out(self, proto: onnx.NodeProto, kind: str) -> None:
+        """Replace a node by the nodes that it stands for, or by what it says about sequences."""
+        self.expansions += 1
+        prefix = f"{kind}{self.expansions}/"
+        writer = Writer(proto, self.values, self.run, self.opset or LATEST, prefix, self.bindings)
         try:
-            matrix = weight_only.dequantised(
-                self._decided(proto, packed),
-                self._decided(proto, scales),
-                self._decided(proto, zeros) if zeros else None,
-                size=(int(attrs["K"]), int(attrs["N"])),
-                bits=int(attrs.get("bits", 4)),
-                block=int(attrs["block_size"]),
-            )
-        except (ValueError, KeyError) as error:
-            raise MalformedModelError(
-                f"operator {proto.op_type} (node {proto.name}): {error}"
-            ) from error
-        (made,) = proto.output
-        weight = f"{made}/weight"
-        self.values[weight] = (Known(matrix),) * len(self.bindings)
-        product = f"{made}/product" if bias else made
-        nodes = [onnx.helper.make_node("MatMul", [x, weight], [product], name=proto.name)]
-        if bias:
-            nodes.append(onnx.helper.make_node("Add", [product, bias], [made], name=proto.name))
-        self.run(nodes)
+            if kind in EXPANSIONS:
+                EXPANSIONS[kind](writer)
+            else:
+                resolve(writer, self.sequences)
+        except (ValueError, IndexError, TypeError, ArithmeticError, KeyError) as error:
+            raise MalformedModelError(f"operator {kind} (node {writer.label}): {error}") from error
 
     def _control(self, proto: onnx.NodeProto) -> None:
         self.expansions += 1
@@ -227,6 +234,9 @@ class _Walk:
         if proto.op_type == "If":
             condition = bool(self._decided(proto, proto.input[0]).reshape(-1)[0])
             self._expanded(branch(proto, condition, prefix), proto.output)
+            return
+        if proto.op_type == "Scan":
+            self._scan(proto, prefix)
             return
         limit, first = proto.input[:2]
         trips = int(self._decided(proto, limit).reshape(-1)[0]) if limit else MAX_TRIPS + 1
@@ -238,6 +248,20 @@ class _Walk:
             if not self._decided(proto, condition_name).reshape(-1)[0]:
                 break
         self.run(loop.finish())
+
+    def _scan(self, proto: onnx.NodeProto, prefix: str) -> None:
+        shapes = [[v.shape for v in self.values[name]] for name in proto.input]
+        count = int(next(a.i for a in proto.attribute if a.name == "num_scan_inputs"))
+        scan = ScanExpansion(proto, [len(shape[0]) for shape in shapes], prefix)
+        trips = {
+            shape[axis]
+            for family, axis in zip(shapes[-count:], scan.axes, strict=True)
+            for shape in family
+        }
+        scan.check(trips)
+        for at in range(scan.trips):
+            self.run(scan.trip(at))
+        self.run(scan.finish())
 
     def _expanded(self, nodes: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> None:
         self.run(_needed(nodes, [name for name in outputs if name]))
@@ -338,7 +362,9 @@ def _apply(
             _announce(node, row, operands, budget, where)
             return [_stored(a, operands, budget, where) for a in row.fold(node, operands)]
         found: Sequence[Value]
-        found = row.shapes(node, operands) if row.shapes else _by_stand_ins(node, row, operands)
+        found = (
+            row.shapes(node, operands) if row.shapes else _by_stand_ins(node, row, operands, where)
+        )
     except (ValueError, IndexError, TypeError, ArithmeticError, KeyError) as error:
         hint = "check the shapes, element types and attributes of this node"
         raise MalformedModelError(f"{where}: {error}", hint=hint) from error
@@ -358,7 +384,12 @@ def _announce(
         budget.elements(ANNOUNCED[node.op](operands), where)
 
 
-def _by_stand_ins(node: Node, row: OnnxOperator, operands: list[Value | None]) -> Sequence[Runtime]:
+def _by_stand_ins(
+    node: Node, row: OnnxOperator, operands: list[Value | None], where: str
+) -> Sequence[Runtime]:
+    if row.way_out:
+        reason = f"{where}: its result depends on elements known only at run time"
+        raise UnsupportedOperatorError(reason, hint=row.way_out)
     if row.fold is None or row.build == "constant":
         raise ValueError("it would have to be computed at run time")
     return [Runtime(a.shape, _result_dtype(a, operands)) for a in row.fold(node, operands)]

@@ -318,8 +318,13 @@ def one_hot(node: Node, values: Values) -> Arrays:
 
 ANNOUNCED: Mapping[str, Callable[[Values], tuple[int, ...]]] = MappingProxyType(
     {
+        **dict.fromkeys(
+            ("BlackmanWindow", "HammingWindow", "HannWindow"),
+            lambda values: tuple(integers(values, 0)),
+        ),
         "ConstantOfShape": lambda values: tuple(integers(values, 0)),
         "Expand": expand_shape,
+        "MelWeightMatrix": lambda v: (integers(v, 1)[0] // 2 + 1, integers(v, 0)[0]),
         "Range": arange_shape,
     }
 )

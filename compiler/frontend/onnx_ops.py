@@ -5,7 +5,7 @@ are constant, which attributes it has, which operands vanish at import, and how 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ class OnnxOperator:
         of_shape: The results follow from operand shapes alone.
         arity: Numbers of operands and results; None = the ONNX checker knows.
         build: How it enters the IR: `generic`, `constant` (only folded) or a movement kind.
+        way_out: What to do where an operator that is only folded cannot be.
     """
 
     name: str
@@ -43,6 +44,7 @@ class OnnxOperator:
     of_shape: bool = False
     arity: tuple[int, int] | None = None
     build: str = "generic"
+    way_out: str = ""
 
 
 _REDUCE: Final[Mapping[str, Any]] = MappingProxyType(
@@ -106,11 +108,17 @@ def _schema(name: str) -> OnnxOperator:
     return OnnxOperator(name, g.inferred, g.evaluated, attrs)
 
 
+def _known(name: str, way_out: str) -> OnnxOperator:
+    """Return the row of an operator that is computed only where its operands are known."""
+    row = _schema(name)
+    return replace(row, shapes=None, build="constant", way_out=way_out)
+
+
 _SCHEMA_ROWS: Final = (
     *("Acos", "Acosh", "ArgMin", "Asin", "Asinh", "Atan", "Atanh"),
     *("AveragePool", "BatchNormalization", "BitwiseAnd", "BitwiseOr"),
     *("BitwiseXor", "CastLike", "Celu", "ConvInteger", "ConvTranspose", "Cosh", "CumSum"),
-    *("DepthToSpace", "DynamicQuantizeLinear", "Elu", "EyeLike", "GRU", "Gelu"),
+    *("DepthToSpace", "DynamicQuantizeLinear", "Elu", "GRU", "Gelu"),
     *("GlobalAveragePool", "GlobalMaxPool", "HardSigmoid", "HardSwish"),
     *("Hardmax", "InstanceNormalization", "IsInf", "IsNaN", "LRN", "LSTM", "LeakyRelu"),
     *("LogSoftmax", "LpNormalization", "MatMulInteger", "MaxPool", "Mean", "Mish", "Mod"),
@@ -159,8 +167,20 @@ _QMOE: Final = {
     "accuracy_level": 0,
 }
 
+_SIZE_WAY_OUT: Final = (
+    "let the result keep a fixed size: multiply by a mask or use Where instead of choosing"
+    " elements, or bound their number with TopK"
+)
+_WINDOW_WAY_OUT: Final = "let its size be a constant"
+
 _ROWS: Final = (
     *map(_schema, _SCHEMA_ROWS),
+    _known("BlackmanWindow", _WINDOW_WAY_OUT),
+    _known("HammingWindow", _WINDOW_WAY_OUT),
+    _known("HannWindow", _WINDOW_WAY_OUT),
+    _known("MelWeightMatrix", _WINDOW_WAY_OUT),
+    _known("NonZero", _SIZE_WAY_OUT),
+    _known("Unique", _SIZE_WAY_OUT),
     _unary("Abs", np.abs),
     _unary("Ceil", np.ceil),
     _unary("Cos", np.cos),
@@ -273,11 +293,4 @@ _ROWS: Final = (
     OnnxOperator("ai.sparsefleet::MoERouter", s.moe_router, None, {"k": REQUIRED}, arity=(4, 2)),
 )
 
-REPLACED: Final = ("If", "Loop", "com.microsoft::MatMulNBits")
-"""Operators that other nodes stand for after import (`control_flow`, `weight_only`)."""
 OPERATORS: Final[Mapping[str, OnnxOperator]] = MappingProxyType({row.name: row for row in _ROWS})
-
-
-def supported_operators() -> tuple[str, ...]:
-    """Return the names of all operators the importer knows, sorted."""
-    return tuple(sorted({*OPERATORS, *REPLACED}))

@@ -11,10 +11,28 @@ from typing import Final
 import numpy as np
 
 from compiler.frontend.values import Array
+from compiler.frontend.writer import Writer
 
-OPERATOR: Final = "MatMulNBits"
-DOMAIN: Final = "com.microsoft"
 BITS: Final = frozenset({2, 4, 8})
+
+
+def expand_packed_product(w: Writer) -> None:
+    """Write a product with a packed matrix as one with what the matrix stands for."""
+    attrs = w.attrs(bits=4)
+    x, packed, scales, zeros, order, bias, *_ = w.inputs
+    w.need(not order, "its groups are in another order", "export again without a group index")
+    size = (int(attrs["K"]), int(attrs["N"]))
+    matrix = dequantised(
+        w.stored(packed, "the packed matrix"),
+        w.stored(scales, "the scales"),
+        w.stored(zeros, "the zero points") if zeros else None,
+        size=size,
+        bits=int(attrs["bits"]),
+        block=int(attrs["block_size"]),
+    )
+    product = w.op("MatMul", x, w.store(matrix), out="" if bias else w.outputs[0])
+    if bias:
+        w.op("Add", product, bias, out=w.outputs[0])
 
 
 def unpack(data: Array, bits: int) -> Array:

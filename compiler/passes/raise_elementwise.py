@@ -71,6 +71,8 @@ def _raise(op: Operation, ctx: PassContext) -> int:
     if not isinstance(op, OnnxOp) or dtype_of(op.outputs[0]) != "float32":
         return 0
     kind = op.op.data
+    if kind == "Swish" and attr(op, "alpha") not in (None, 1.0):
+        return 0
     if kind in _UNARY:
         return _unary(op, _UNARY[kind], ctx)
     if kind in _BINARY:

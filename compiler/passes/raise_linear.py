@@ -149,7 +149,7 @@ def _fuse_act(op: Operation, ctx: PassContext) -> bool:
     match op.op.data:
         case "Relu":
             linear, act = _linear_of(op.arguments[0]), "relu"
-        case "Swish":
+        case "Swish" if attr(op, "alpha") in (None, 1.0):
             linear, act = _linear_of(op.arguments[0]), "silu"
         case "Mul":
             env = find(_SILU, op.outputs[0], ctx.constants)

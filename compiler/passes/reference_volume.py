@@ -47,8 +47,14 @@ class Window:
     def depth(self) -> dict[str, int]:
         """Return the part along the depth, over planes (depth, everything else)."""
         return {
-            **{"kh": self.sizes[0], "step_h": self.strides[0], "gap_h": self.gaps[0]},
-            **{"top": self.before[0], "kw": 1, "step_w": 1, "gap_w": 1, "left": 0},
+            "kh": self.sizes[0],
+            "step_h": self.strides[0],
+            "gap_h": self.gaps[0],
+            "top": self.before[0],
+            "kw": 1,
+            "step_w": 1,
+            "gap_w": 1,
+            "left": 0,
         }
 
 
@@ -63,9 +69,16 @@ def _convolved(
     batch, channels, height, width = named["x"].shape
     fields = {
         **geometry,
-        **{"batch": batch, "channels": channels, "height": height, "width": width},
-        **{"filters": shape[1], "groups": groups, "out_h": shape[2], "out_w": shape[3]},
-        **{"has_bias": int("bias" in named), "bias": 0},
+        "batch": batch,
+        "channels": channels,
+        "height": height,
+        "width": width,
+        "filters": shape[1],
+        "groups": groups,
+        "out_h": shape[2],
+        "out_w": shape[3],
+        "has_bias": int("bias" in named),
+        "bias": 0,
     }
     return r.flat(op, named, fields, [(shape, named["x"].kind)])[0]
 
@@ -134,15 +147,25 @@ def pool_volume(
     out_d, out_h, out_w = shape[2:]
     fields = {
         **window.plane(),
-        **{"planes": n * channels * depth, "height": height, "width": width},
-        **{"bottom": window.after[1], "right": window.after[2], "out_h": out_h, "out_w": out_w},
+        "planes": n * channels * depth,
+        "height": height,
+        "width": width,
+        "bottom": window.after[1],
+        "right": window.after[2],
+        "out_h": out_h,
+        "out_w": out_w,
     }
     params = {"kind": int(kind)}
     size = (n, channels, depth, out_h * out_w)
     (flat,) = r.flat(Op.REF_POOL, {"x": x}, fields, [(size, "f")], params)
     fields = {
         **window.depth(),
-        **{"planes": n * channels, "height": depth, "width": prod(size[3:])},
-        **{"bottom": window.after[0], "right": 0, "out_h": out_d, "out_w": size[3]},
+        "planes": n * channels,
+        "height": depth,
+        "width": prod(size[3:]),
+        "bottom": window.after[0],
+        "right": 0,
+        "out_h": out_d,
+        "out_w": size[3],
     }
     return r.flat(Op.REF_POOL, {"x": flat}, fields, [(tuple(shape), "f")], params)[0]

@@ -6,9 +6,18 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from tests.factories.graph_runs import GraphCase, relative_error
-from tests.factories.onnx_operators import GROUPS, OperatorCase
+from tests.factories.onnx_operators import (
+    BY_THE_STANDARD,
+    FOLDED,
+    GROUPS,
+    WRITTEN_OUT,
+    OperatorCase,
+    joined,
+)
+from tests.factories.onnx_runs import session
 
 CASES = [(group, item) for group, items in GROUPS.items() for item in items]
 
@@ -28,6 +37,60 @@ def test_it_computes_an_operator_as_onnx_runtime_does(item: OperatorCase, tmp_pa
         found = case.array(role, native[role], value)
         assert np.isfinite(found).all()
         assert relative_error(found, value) <= item.tolerance, role
+
+
+def _checked(path: Path, arrays: dict[str, np.ndarray], wanted: list[np.ndarray]) -> list[float]:
+    """Return the error of every output, after native code and simulator agreed on all bits."""
+    case = GraphCase.of(path, path.parent / "submission")
+    feeds = case.feeds(arrays)
+    native = case.native(feeds)
+    assert native == case.simulated(feeds)
+    errors = []
+    roles = {port.name: port.role for port in case.spec.components[0].outputs}
+    for name, value in zip((o.name for o in onnx.load(path).graph.output), wanted, strict=True):
+        role = roles[name]
+        found = case.array(role, native[role], value)
+        errors.append(relative_error(found, value) if np.isfinite(found).all() else np.inf)
+    return errors
+
+
+@pytest.mark.parametrize("opset", sorted({item.opset for item in WRITTEN_OUT}))
+def test_it_computes_operators_that_are_written_out(opset: int, tmp_path: Path) -> None:
+    cases = [item for item in WRITTEN_OUT if item.opset == opset]
+    path = tmp_path / "operators.onnx"
+    onnx.save(joined(cases), path)
+    drawn = [item.arrays() for item in cases]
+    arrays = {f"{at}/{n}": a for at, given in enumerate(drawn) for n, a in given.items()}
+    errors = _checked(path, arrays, session(path).run(None, arrays))
+    names = [item.name for item in cases for _ in range(item.results[1])]
+    wrong = {n: e for n, e in zip(names, errors, strict=True) if e > 1e-5}
+    assert not wrong
+
+
+@pytest.mark.parametrize("item", BY_THE_STANDARD, ids=lambda item: item.name)
+def test_it_computes_operators_that_onnx_runtime_lacks(item: OperatorCase, tmp_path: Path) -> None:
+    path = tmp_path / "operator.onnx"
+    onnx.save(item.model(), path)
+    arrays = item.arrays()
+    wanted = ReferenceEvaluator(str(path)).run(None, arrays)
+    assert max(_checked(path, arrays, wanted)) <= item.tolerance
+
+
+@pytest.mark.parametrize("item", FOLDED, ids=lambda item: item.name)
+def test_it_folds_operators_of_known_operands(item: OperatorCase, tmp_path: Path) -> None:
+    path = tmp_path / "operator.onnx"
+    model = item.model()
+    made = model.graph.output[0]
+    model.graph.node.append(helper.make_node("Cast", [made.name], ["floats"], to=1))
+    model.graph.node.append(helper.make_node("Add", ["floats", "x"], ["y"]))
+    shape = ReferenceEvaluator(item.model()).run(None, {})[0].shape
+    info = [helper.make_tensor_value_info(name, 1, shape) for name in ("x", "y")]
+    model.graph.input.append(info[0])
+    del model.graph.output[:]
+    model.graph.output.append(info[1])
+    onnx.save(model, path)
+    arrays = {"x": np.zeros(shape, np.float32)}
+    assert max(_checked(path, arrays, session(path).run(None, arrays))) <= 1e-5
 
 
 def test_it_runs_quantised_graphs_of_pairs(tmp_path: Path) -> None:

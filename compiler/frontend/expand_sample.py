@@ -1,0 +1,128 @@
+"""GridSample: pictures and volumes read at places that the model computes.
+
+    x (N, C, spatial...), grid (N, out..., axes) in [-1, 1], the last spatial axis first
+
+Every output is a sum of taps, elements of x times weights: one tap (nearest), 2 per axis (linear),
+4 per axis (cubic, pictures only). A tap outside is a zero, the edge, or a reflection.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from onnx import TensorProto
+
+from compiler.frontend.writer import Writer
+
+MODES: Final = {"bilinear": "linear", "bicubic": "cubic"}
+CUBIC: Final = -0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """One neighbour along one axis.
+
+    Attributes:
+        index: Which element, i64 (N, K), inside the axis.
+        weight: Its factor f32 (N, K), or "" for 1.
+        inside: Whether it lies inside, bool (N, K), or "" if it always counts.
+    """
+
+    index: str
+    weight: str
+    inside: str
+
+
+def expand_grid_sample(w: Writer) -> None:
+    """Write `GridSample` out."""
+    x, grid = w.inputs[:2]
+    given = w.attrs(align_corners=0, padding_mode="zeros", mode="linear")
+    mode = MODES.get(given["mode"], given["mode"])
+    shape, places = w.shape(x), w.shape(grid)
+    batch, channels, *spatial = shape
+    axes = len(spatial)
+    w.need(axes == 2 or (axes == 3 and mode != "cubic"), f"mode {mode} over {axes} axes")
+    count = math.prod(places[1:-1])
+    taps = []
+    for axis, size in enumerate(spatial):
+        part = w.slice(w.reshape(grid, batch, count, axes), 2, axes - 1 - axis, axes - axis)
+        line = _Line(w, size, bool(given["align_corners"]), str(given["padding_mode"]))
+        taps.append(line.taps(w.reshape(part, batch, count), mode))
+    flat = w.reshape(x, batch, channels, math.prod(spatial))
+    total = ""
+    for chosen in itertools.product(*taps):
+        term = _term(w, flat, chosen, spatial)
+        total = w.op("Add", total, term) if total else term
+    w.reshape(total, batch, channels, *places[1:-1], out=w.outputs[0])
+
+
+def _term(w: Writer, flat: str, taps: tuple[Tap, ...], spatial: list[int]) -> str:
+    """Write the elements (N, C, K) under one tap per axis, times its weight."""
+    place, weight = "", ""
+    for tap, size in zip(taps, spatial, strict=True):
+        place = w.op("Add", w.op("Mul", place, w.scalar(size)), tap.index) if place else tap.index
+        for factor in (tap.weight, w.floats(tap.inside) if tap.inside else ""):
+            if factor:
+                weight = w.op("Mul", weight, factor) if weight else factor
+    batch, channels, _ = w.shape(flat)
+    count = w.shape(place)[1]
+    spread = w.op("Expand", w.reshape(place, batch, 1, count), w.ints(batch, channels, count))
+    found = w.op("GatherElements", flat, spread, axis=2)
+    return w.op("Mul", found, w.reshape(weight, batch, 1, count)) if weight else found
+
+
+class _Line:
+    """One spatial axis of `size` elements."""
+
+    def __init__(self, w: Writer, size: int, aligned: bool, padding: str) -> None:
+        self.w, self.size, self.aligned, self.padding = w, size, aligned, padding
+
+    def taps(self, place: str, mode: str) -> list[Tap]:
+        """Write the taps of places in [-1, 1]."""
+        w, number = self.w, self.w.number
+        at = w.op("Add", place, number(1.0))
+        if self.aligned:
+            at = w.op("Mul", w.op("Mul", at, number(0.5)), number(self.size - 1))
+        else:
+            at = w.op("Sub", w.op("Mul", at, number(self.size)), number(1.0))
+            at = w.op("Mul", at, number(0.5))
+        if mode == "nearest":
+            return [self._tap(w.op("Round", at), 0, "")]
+        low = w.op("Floor", at)
+        rest = w.op("Sub", at, low)
+        if mode == "linear":
+            near = w.op("Sub", number(1.0), rest)
+            return [self._tap(low, 0, near), self._tap(low, 1, rest)]
+        return [self._tap(low, step, self._cubic(rest, step)) for step in range(-1, 3)]
+
+    def _cubic(self, rest: str, step: int) -> str:
+        """Write the cubic weight of the element `step` away from the one below the place."""
+        w, a = self.w, CUBIC
+        away = w.op("Abs", w.op("Sub", rest, w.number(float(step))))
+        powers = (a + 2, -(a + 3), 0.0, 1.0) if step in (0, 1) else (a, -5 * a, 8 * a, -4 * a)
+        y = w.number(powers[0])
+        for coefficient in powers[1:]:
+            y = w.op("Add", w.op("Mul", y, away), w.number(coefficient))
+        return y
+
+    def _tap(self, whole: str, step: int, weight: str) -> Tap:
+        w, size = self.w, self.size
+        index = w.op("Cast", whole, to=TensorProto.INT64)
+        index = w.op("Add", index, w.scalar(step)) if step else index
+        first, last = w.scalar(0), w.scalar(size - 1)
+        inside = ""
+        if self.padding == "zeros":
+            above = w.op("GreaterOrEqual", index, first)
+            inside = w.op("And", above, w.op("LessOrEqual", index, last))
+        elif self.padding == "reflection":
+            index = self._reflected(index)
+        return Tap(w.op("Clip", index, first, last), weight, inside)
+
+    def _reflected(self, index: str) -> str:
+        """Write indices mirrored at the first and last element, or at their outer edges."""
+        w, size = self.w, self.size
+        period = max(2 * size - 2, 1) if self.aligned else 2 * size
+        folded = w.op("Mod", index, w.scalar(period))
+        mirrored = w.op("Sub", w.scalar(period if self.aligned else period - 1), folded)
+        return w.op("Where", w.op("Less", folded, w.scalar(size)), folded, mirrored)
