@@ -33,6 +33,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "compile": ("compile_submission", "compile a submission directory into a bundle"),
         "explain": ("explain", "say what was found, fused and chosen, and what it costs"),
         "targets": ("targets", "list the targets"),
+        "operators": ("operators", "list the ONNX operators: how each is compiled, or why not"),
         "simulate": ("simulate", "run a program of a bundle or submission on given inputs"),
         "inspect": ("inspect_bundle", "show sections, plan, weights, buffers, memory and IR"),
         "diff": ("diff", "compare two bundles and predict the update between them"),

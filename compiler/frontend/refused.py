@@ -26,7 +26,7 @@ _TEXT: Final = Refusal(
     "it works on text, and a plan holds numbers", "do it in the application, before the model"
 )
 _LOSS: Final = Refusal("it is a loss for training", "export the model in inference mode")
-_GONE: Final = "ONNX itself removed it before operator set 11"
+_GONE: Final = "ONNX itself replaced it, in operator set 11 at the latest"
 
 REFUSED: Final[Mapping[str, Refusal]] = MappingProxyType(
     {

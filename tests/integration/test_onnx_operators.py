@@ -9,15 +9,10 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from tests.factories.graph_runs import GraphCase, relative_error
-from tests.factories.onnx_operators import (
-    BY_THE_STANDARD,
-    FOLDED,
-    GROUPS,
-    WRITTEN_OUT,
-    OperatorCase,
-    joined,
-)
+from tests.factories.onnx_control import CONTROL_CASES, ControlCase
+from tests.factories.onnx_operators import GROUPS, OperatorCase
 from tests.factories.onnx_runs import session
+from tests.factories.onnx_written import BY_THE_STANDARD, FOLDED, WRITTEN_OUT, joined
 
 CASES = [(group, item) for group, items in GROUPS.items() for item in items]
 
@@ -91,6 +86,15 @@ def test_it_folds_operators_of_known_operands(item: OperatorCase, tmp_path: Path
     onnx.save(model, path)
     arrays = {"x": np.zeros(shape, np.float32)}
     assert max(_checked(path, arrays, session(path).run(None, arrays))) <= 1e-5
+
+
+@pytest.mark.parametrize("item", CONTROL_CASES, ids=lambda item: item.name)
+def test_it_computes_control_flow_and_sequences(item: ControlCase, tmp_path: Path) -> None:
+    path = tmp_path / "control.onnx"
+    onnx.save(item.model(), path)
+    arrays = item.arrays()
+    wanted = session(path).run(None, arrays)
+    assert max(_checked(path, arrays, wanted)) <= 1e-5
 
 
 def test_it_runs_quantised_graphs_of_pairs(tmp_path: Path) -> None:
