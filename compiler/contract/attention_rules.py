@@ -20,8 +20,8 @@ def check_attention(c: Operands) -> None:
     heads = 0 if is_append else c.number("heads")
     kv_heads = c.number("kv_heads") or c.number("heads")
     cols = sum(part.cols for part in parts)
-    for part in parts:
-        same_rows(part, parts[0], "ATTENTION keys")
+    for part in parts[1:]:
+        same_rows(part, parts[1], "ATTENTION keys and values")
     need(heads % kv_heads == 0, f"ATTENTION: {heads} heads do not share {kv_heads}")
     head_dim = head_size(Shape(1, cols, "f32"), heads + 2 * kv_heads, "ATTENTION")
     _attention_parts([part.cols for part in parts], [n * head_dim for n in (heads, kv_heads)])
@@ -29,8 +29,19 @@ def check_attention(c: Operands) -> None:
     if not is_append:
         same_rows(parts[0], c.result(0), "ATTENTION result")
         need(c.result(0).cols == heads * head_dim, "ATTENTION result has the columns of q")
+    if len(parts) > 1 and not _is_cross(c, parts, heads * head_dim):
+        same_rows(parts[1], parts[0], "ATTENTION keys")
     _attention_rotation(c, parts[0], head_dim)
     _attention_cache(c, parts[0], KvShape(0, kv_heads, head_dim, 0))
+
+
+def _is_cross(c: Operands, parts: Sequence[Shape], queries: int) -> bool:
+    """Return whether keys may have other rows than queries: those stand alone, nothing is hidden.
+
+    Without a cache, a causal limit or rotation, no row of the keys belongs to one of the queries.
+    """
+    plain = c.number("kv_layer") < 0 and not c.number("causal") and not c.number("append_only")
+    return plain and parts[0].cols == queries and c.maybe_source(3) is None
 
 
 def _attention_parts(operands: Sequence[int], wanted: Sequence[int]) -> None:
@@ -72,3 +83,8 @@ def _attention_cache(c: Operands, rows: Shape, heads: KvShape) -> None:
         window == 0 or sink + window + rows.rows <= c.kv.capacity,
         f"ATTENTION window: {sink} + {window} + {rows.rows} rows exceed {c.kv.capacity}",
     )
+
+
+def key_operand(inputs: Sequence[int]) -> int:
+    """Return the operand of an ATTENTION whose rows are its keys: the last of inputs 0 to 2."""
+    return next(operand for operand in reversed(inputs[:3]) if operand >= 0)

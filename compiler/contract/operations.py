@@ -38,8 +38,9 @@ class Op(IntEnum):
     ATTENTION = 7
     """q (R, H*hd), k (R, G*hd), v (R, G*hd), [positions i32 (R, 1)]; [cos, sin f32 (P, hd/2)] ->
     (R, H*hd): softmax of `dot(q, k) * scale` over keys.
-    heads = H, kv_heads = G (0 = H), H % G == 0. kv_layer -1: over these rows only. Otherwise k and
-    v are appended to that cache layer first, and row i sees the past and rows 0..i.
+    heads = H, kv_heads = G (0 = H), H % G == 0. kv_layer -1: over these rows only; k and v may have
+    other rows if q stands alone and nothing is causal or rotated. Otherwise k and v are appended to
+    that cache layer first, and row i sees the past and rows 0..i.
     q, k and v lie side by side in inputs 0 to 2: an operand may hold the next parts as further
     columns, and the inputs left over are -1. With positions, q and k are rotated as by ROPE first.
     window > 0: row i sees only rows j < sink and j > i - window; the cache then keeps row j in slot

@@ -11,14 +11,12 @@ from typing import Final
 
 import numpy as np
 
+from compiler.analysis.causal import is_causal_plane
 from compiler.dialects.dims import Binding
 from compiler.frontend.values import Array, Known, Value
 
 TOKENS: Final = "T"
 PAST: Final = "P"
-BLOCKED: Final = -1e4
-"""A score lowered by at least this much has no weight after a softmax."""
-
 CAUSAL_MASK: Final = "causal_mask"
 POSITIONS: Final = "positions"
 
@@ -33,7 +31,7 @@ def length_role(family: tuple[Value, ...], bindings: tuple[Binding, ...]) -> str
     if not all(TOKENS in b and PAST in b for b in bindings):
         return None
     pairs = list(zip(family, bindings, strict=True))
-    for role, is_it in ((POSITIONS, _is_positions), (CAUSAL_MASK, _is_causal_mask)):
+    for role, is_it in ((POSITIONS, _is_positions), (CAUSAL_MASK, is_causal_plane)):
         if all(isinstance(v, Known) and is_it(v.array, b[TOKENS], b[PAST]) for v, b in pairs):
             return role
     return None
@@ -48,12 +46,3 @@ def _is_positions(array: Array, tokens: int, past: int) -> bool:
     if array.dtype.kind != "i" or array.shape not in ((tokens,), (1, tokens)):
         return False
     return bool((array.reshape(-1) == past + np.arange(tokens)).all())
-
-
-def _is_causal_mask(array: Array, tokens: int, past: int) -> bool:
-    shape = (tokens, past + tokens)
-    if array.dtype.kind != "f" or array.shape[-2:] != shape or array.size != tokens * shape[1]:
-        return False
-    allowed = np.arange(shape[1]) <= past + np.arange(tokens)[:, None]
-    plane = array.reshape(shape)
-    return bool((plane[allowed] == 0.0).all() and (plane[~allowed] <= BLOCKED).all())

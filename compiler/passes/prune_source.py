@@ -62,6 +62,8 @@ def _first_token(attention: AttentionOp, embeds: SSAValue, vision: FuncOp) -> in
         return None
     rows = shape_of(attention.q)[-2]
     tokens = shape_of(embeds)[-2]
+    if shape_of(attention.k) != shape_of(attention.q):
+        return None
     if not (rows.is_static and tokens.is_static):
         return None
     first = rows.constant - tokens.constant

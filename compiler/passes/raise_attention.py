@@ -12,7 +12,8 @@ After:
 
 Which rows and columns meet is decided on index arrays, so any chain of reshapes and transposes
 will do, and key heads may be shared by groups of query heads. Left out: masks that are computed in
-the graph, windows, biases by distance.
+the graph, windows, biases by distance. Without a mask keys may have other rows than queries (cross
+attention); with a causal one, stored or an argument, they have the same.
 """
 
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import numpy as np
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import BlockArgument, Operation, SSAValue
 
+from compiler.analysis.causal import is_causal_plane
 from compiler.analysis.constants import ConstantTable
 from compiler.analysis.movement import (
     Index,
@@ -134,7 +136,8 @@ def _agree(q: Rows, k: Rows, v: Rows, scores: Scores) -> bool:
     if shape_of(k.value) != shape_of(v.value):
         return False
     if not cached:
-        return shape_of(k.value)[:-1] == shape_of(q.value)[:-1]
+        alike = -1 if scores.causal else -2  # without a causal limit queries may have other rows
+        return shape_of(k.value)[:alike] == shape_of(q.value)[:alike]
     roles = (role_of_argument(_argument(k.past)), role_of_argument(_argument(v.past)))
     return scores.causal and roles == ("past_key", "past_value")
 
@@ -146,6 +149,7 @@ def _argument(value: SSAValue | None) -> SSAValue:
 
 def softmax_scores(value: SSAValue, constants: ConstantTable) -> Scores | None:
     """Return the scores that a softmax over the last axis normalises, or None."""
+    value, guard = _without_guard(value)
     softmax = onnx(value, "Softmax")
     if softmax is None or attr(softmax, "axis") != len(shape_of(value)) - 1:
         return None
@@ -153,12 +157,15 @@ def softmax_scores(value: SSAValue, constants: ConstantTable) -> Scores | None:
     added = onnx(scores, "Add")
     if added is not None:
         a, b = added.arguments
-        if _is_causal_mask(b, scores):
+        if _is_causal_mask(b, scores, constants):
             scores, causal = a, True
-        elif _is_causal_mask(a, scores):
+        elif _is_causal_mask(a, scores, constants):
             scores, causal = b, True
         else:
             return None
+        guard = None if guard in (a, b) else guard
+    if guard is not None:
+        return None
     scale = 1.0
     while isinstance(scores.owner, OnnxOp):
         scaled = scalar_multiple(scores.owner, constants)
@@ -171,8 +178,26 @@ def softmax_scores(value: SSAValue, constants: ConstantTable) -> Scores | None:
     return Scores(product.arguments[0], product.arguments[1], scale, causal)
 
 
-def _is_causal_mask(value: SSAValue, scores: SSAValue) -> bool:
+def _without_guard(value: SSAValue) -> tuple[SSAValue, SSAValue | None]:
+    """Return the weights behind `Where(IsInf(ReduceMax(mask)), 0, weights)`, and the mask.
+
+    The guard gives weights of zero to a query that sees no key; under a causal mask each sees one.
+    """
+    guarded = onnx(value, "Where")
+    blind = onnx(guarded.arguments[0], "IsInf") if guarded is not None else None
+    best = onnx(blind.arguments[0], "ReduceMax") if blind is not None else None
+    if guarded is None or best is None:
+        return value, None
+    return guarded.arguments[2], best.arguments[0]
+
+
+def _is_causal_mask(value: SSAValue, scores: SSAValue, constants: ConstantTable) -> bool:
     """Return whether `value` is the whole causal mask, the same for every head."""
+    array = constants.get(value)
+    if array is not None:
+        queries, keys = shape_of(scores)[-2:]
+        is_square = queries.is_static and queries == keys
+        return is_square and is_causal_plane(array, queries.constant, 0)
     for binding in witnesses(chain_symbols(value) | chain_symbols(scores)):
         found = trace(value, binding)
         if len(found.leaves) != 1 or role_of_argument(found.leaves[0].value) != "causal_mask":
@@ -252,8 +277,8 @@ def _key_rows(
 
 
 def _keys_at(found: Trace, heads: int, head_dim: int, axes: tuple[int, int, int]) -> Rows | None:
-    new = [leaf for leaf in found.leaves if not isinstance(leaf.value, BlockArgument)]
-    past = [leaf for leaf in found.leaves if isinstance(leaf.value, BlockArgument)]
+    past = [leaf for leaf in found.leaves if _is_cache(leaf.value)]
+    new = [leaf for leaf in found.leaves if not _is_cache(leaf.value)]
     if len(new) != 1 or len(past) > 1 or not new[0].sizes or new[0].sizes[-1] % head_dim:
         return None
     kv_heads = new[0].sizes[-1] // head_dim
@@ -274,6 +299,10 @@ def _keys_at(found: Trace, heads: int, head_dim: int, axes: tuple[int, int, int]
     if factor is None or not np.array_equal(flat, wanted.reshape(-1)):
         return None
     return Rows(new[0].value, kv_heads, factor, layer, past[0].value if past else None)
+
+
+def _is_cache(value: SSAValue) -> bool:
+    return isinstance(value, BlockArgument) and role_of_argument(value) in CACHE_ROLES
 
 
 def cache_planes(past: Leaf) -> Index:

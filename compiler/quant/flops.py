@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from compiler.contract.attention_rules import key_operand
 from compiler.contract.operations import Op
 from compiler.kernels.program import ABSENT, Call, Module, Program, call_params
 from compiler.quant.record import CalibrationRecord
@@ -176,7 +177,8 @@ def _attention(run: _Run, call: Call) -> int:
     rows = run.heights[call.inputs[0]]
     width = run.module.buffers[call.outputs[0]].cols
     past = run.context if params["kv_layer"] >= 0 else 0
-    pairs = rows * (rows + past)
+    keys = rows if params["kv_layer"] >= 0 else run.heights[key_operand(call.inputs)]
+    pairs = rows * (keys + past)
     if params["causal"] or params["kv_layer"] >= 0:
         pairs = rows * past + rows * (rows + 1) // 2
     return pairs * (4 * width + int(params["heads"]))

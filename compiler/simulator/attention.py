@@ -35,17 +35,27 @@ def heads_of(x: Array, heads: int) -> Array:
 def _parts(s: Step) -> tuple[Array, Array, Array]:
     """Return q, k and v, which lie side by side in inputs 0 to 2; q has no columns if absent."""
     found = [part for at in range(3) if (part := s.maybe_source(at)) is not None]
-    x = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
     heads = 0 if s.number("append_only") else s.number("heads")
     groups = s.number("kv_heads") or s.number("heads")
-    width = x.shape[1] // (heads + 2 * groups)
-    q, k, v = np.split(x, [heads * width, (heads + groups) * width], axis=1)
+    width = sum(part.shape[1] for part in found) // (heads + 2 * groups)
+    q, k, v = _side_by_side(found, [heads * width, groups * width, groups * width])
     positions = s.maybe_source(3)
     if positions is not None:
         rows = taken(positions, len(s.constant(0)), BadPositionError, "position")
         q = _rotated(s, q, rows, heads) if heads else q
         k = _rotated(s, k, rows, groups)
     return q, k, v
+
+
+def _side_by_side(operands: list[Array], widths: list[int]) -> list[Array]:
+    """Return the next columns of operands, which no part spans; rows may differ by operand."""
+    parts, at, column = [], 0, 0
+    for width in widths:
+        if column == operands[at].shape[1]:
+            at, column = at + 1, 0
+        parts.append(operands[at][:, column : column + width])
+        column += width
+    return parts
 
 
 def attention(s: Step) -> Results:

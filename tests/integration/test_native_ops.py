@@ -125,13 +125,19 @@ def linear(
 
 
 def attention(
-    width: int, heads: int, *, groups: int = 0, layer: int = -1, causal: int = 0
+    width: int,
+    heads: int,
+    *,
+    groups: int = 0,
+    layer: int = -1,
+    causal: int = 0,
+    keys: int | None = None,
 ) -> OpCase:
     kv_width = width // heads * (groups or heads)
     return OpCase(
-        f"ATTENTION-{width}-{heads}-{groups}-{layer}-{causal}",
+        f"ATTENTION-{width}-{heads}-{groups}-{layer}-{causal}" + (f"-over{keys}" if keys else ""),
         Op.ATTENTION,
-        [(None, width, "f32"), (None, kv_width, "f32"), (None, kv_width, "f32")],
+        [(None, width, "f32"), (keys, kv_width, "f32"), (keys, kv_width, "f32")],
         [(None, width, "f32")],
         [],
         {
@@ -328,6 +334,7 @@ CASES = [
     rope(16, 1), rope(36, 3), rope(10, 5),
     attention(32, 4), attention(33, 3), attention(20, 2, causal=1), attention(70, 1),
     attention(64, 4, layer=1), attention(48, 4, groups=2, layer=0), attention(36, 6, groups=1),
+    attention(32, 4, keys=1), attention(48, 4, groups=2, keys=50), attention(33, 3, keys=9),
     conv(9, 1, 8, 3, 2, 1), conv(8, 3, 13, 3, 1, 1), conv(11, 5, 24, 5, 2, 0),
     conv(6, 16, 32, 1, 1, 0),
     *(route(20, 7, k, order) for k in (1, 2, 7) for order in RouteOrder),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from compiler.contract.attention_rules import key_operand
 from compiler.contract.expert_pages import PAGE_OPS
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanCall, PlanProgram
@@ -185,13 +186,14 @@ def _attention(program: ProgramCosts, call: PlanCall) -> CallCost:
         return _made(0)
     width, ratio = program.plan.buffers[call.outputs[0]].cols, program.ratio(call)
     past = program.situation.past if layer >= 0 else 0
-    every = rows * (past + rows)
+    keys = rows if layer >= 0 else program.rows(key_operand(call.inputs))
+    every = rows * (past + keys)
     done = rows * past + rows * (rows + 1) // 2 if layer >= 0 or call.params["causal"] else every
     window = int(call.params.get("window", 0))
     if window:
         sink = int(call.params.get("sink", 0))
         done = sum(min(past + at + 1, window + sink) for at in range(rows))
-    dense = rows * (past * program.situation.past_ratio + rows * ratio)
+    dense = rows * (past * program.situation.past_ratio + keys * ratio)
     sparsity = None
     if done < every:
         what = "comes after it or left its window" if window else "comes after it"

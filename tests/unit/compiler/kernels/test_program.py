@@ -137,6 +137,27 @@ BAD_CALLS: Sequence[tuple[str, Module]] = (
         ),
     ),
     (
+        "ATTENTION keys: ",  # what is causal hides keys by the row of their query
+        single_call(
+            *(Op.ATTENTION, [(2, 4, F), (3, 4, F), (3, 4, F)], [(2, 4, F)], []),
+            {"heads": 2, "scale": 1, "causal": 1},
+        ),
+    ),
+    (
+        "ATTENTION keys: ",  # q and k in one operand have the same rows
+        single_call(
+            *(Op.ATTENTION, [(2, 8, F), (3, 4, F)], [(2, 4, F)], []),
+            {"heads": 2, "scale": 1},
+        ),
+    ),
+    (
+        "ATTENTION keys and values",
+        single_call(
+            *(Op.ATTENTION, [(2, 4, F), (3, 4, F), (2, 4, F)], [(2, 4, F)], []),
+            {"heads": 2, "scale": 1},
+        ),
+    ),
+    (
         "plan has none",
         single_call(
             Op.ATTENTION, [(2, 4, F)] * 3, [(2, 4, F)], [], {"heads": 2, "scale": 1, "kv_layer": 0}
