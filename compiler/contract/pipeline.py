@@ -52,11 +52,18 @@ _PROGRAM_FIELDS: Final = frozenset(("inputs", "outputs"))
 
 @dataclass(frozen=True, slots=True)
 class ImageSpec:
-    """Size of the picture that `see` takes: u8, rows of pixels, channels last."""
+    """Size of the picture that `see` takes: u8, rows of pixels, channels last.
+
+    Attributes:
+        grid: Rows and columns of its tokens, None if they are a square or stand in one line. Only
+            models that tell height from width need it; an agent that does not know the field
+            refuses the section.
+    """
 
     height: int
     width: int
     channels: int
+    grid: tuple[int, int] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -223,7 +230,12 @@ def parse_pipeline(data: bytes) -> Pipeline:
 def _image_json(image: ImageSpec | None) -> Json:
     if image is None:
         return None
-    return {"height": image.height, "width": image.width, "channels": image.channels}
+    size: dict[str, Json] = {
+        "height": image.height,
+        "width": image.width,
+        "channels": image.channels,
+    }
+    return size if image.grid is None else size | {"grid": list(image.grid)}
 
 
 def _tokens_json(tokens: TokenSpec | None) -> Json:
@@ -245,11 +257,23 @@ def _ports_json(ports: Mapping[str, Port]) -> Json:
 def _image(value: Json) -> ImageSpec | None:
     if value is None:
         return None
-    fields = require_fields(value, _IMAGE_FIELDS, "image")
+    has_grid = isinstance(value, dict) and "grid" in value
+    wanted = _IMAGE_FIELDS | {"grid"} if has_grid else _IMAGE_FIELDS
+    fields = require_fields(value, wanted, "image")
+    grid = None
+    if has_grid:
+        sides = [
+            require_integer(side, "grid", 1, MAX_SIDE)
+            for side in require_list(fields["grid"], "grid", 2)
+        ]
+        if len(sides) != 2 or sides[0] == sides[1]:
+            raise ContractError("grid must be two different numbers: rows and columns of tokens")
+        grid = (sides[0], sides[1])
     return ImageSpec(
         height=require_integer(fields["height"], "height", 1, MAX_SIDE),
         width=require_integer(fields["width"], "width", 1, MAX_SIDE),
         channels=require_integer(fields["channels"], "channels", 1, 4),
+        grid=grid,
     )
 
 

@@ -184,20 +184,27 @@ def see_inputs(pipeline: Pipeline, image: Buffer) -> dict[str, Buffer]:
     """Return the inputs of program `see`: the picture and, where it asks, its tokens' positions.
 
     A program that keeps every token of the picture is told where they stand: at the front, one
-    after the other or, if it tells height and width apart, in a square at time 0.
+    after the other or, if it tells height and width apart, in the picture's grid at time 0.
+
+    Raises:
+        ContractError: The picture's grid has another number of tokens.
     """
     ports = pipeline.programs[SEE].inputs
     inputs: dict[str, Buffer] = {"image": image}
     if "positions" not in ports:
         return inputs
     count = ports["positions"].rows
-    side = isqrt(count)
-    square = {
-        "positions": [0] * count,
-        "positions_height": [at // side for at in range(count)],
-        "positions_width": [at % side for at in range(count)],
-    }
-    rows = square if "positions_height" in ports else {"positions": list(range(count))}
+    rows = {"positions": list(range(count))}
+    if "positions_height" in ports:
+        grid = pipeline.image.grid if pipeline.image is not None else None
+        height, width = grid or (isqrt(count), isqrt(count))
+        if height * width != count:
+            raise ContractError(f"a picture of {count} tokens in a grid of {height} x {width}")
+        rows = {
+            "positions": [0] * count,
+            "positions_height": [at // width for at in range(count)],
+            "positions_width": [at % width for at in range(count)],
+        }
     return inputs | {role: pack_i32(values) for role, values in rows.items()}
 
 

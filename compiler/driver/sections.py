@@ -43,7 +43,9 @@ def pipeline_section(spec: PipelineSpec, plan: Plan) -> Pipeline:
 def image_spec(spec: PipelineSpec) -> ImageSpec | None:
     """Return the size of a picture as a device knows it, None if the model sees none."""
     image = spec.image
-    return ImageSpec(image.height, image.width, image.channels) if image else None
+    if image is None:
+        return None
+    return ImageSpec(image.height, image.width, image.channels, image.grid)
 
 
 def token_spec(spec: PipelineSpec) -> TokenSpec | None:

@@ -124,21 +124,36 @@ def _settle(out: Path, document: dict[str, Any], options: FamilyOptions) -> Pipe
     given = dict(arguments(function(imported.module, "decoder")))
     count = shape_of(made["embeds"])[-2].constant
     if "positions" in given and len(shape_of(given["positions"])) == POSITION_AXES:
-        count = _side(count)
+        size = document["image"]
+        grid = token_grid(count, size["height"], size["width"])
+        if grid[0] != grid[1]:
+            size["grid"] = {"rows": grid[0], "columns": grid[1]}
+        count = max(grid)
     document["tokens"]["position_base"] = count
     path.write_text(json.dumps(document), encoding="utf-8")
     return read_pipeline(out)
 
 
-def _side(count: int) -> int:
-    """Return how many positions a square of tokens takes: its side, as height and width count."""
-    side = isqrt(count)
-    if side * side != count:
+def token_grid(count: int, height: int, width: int) -> tuple[int, int]:
+    """Return rows and columns of a picture's tokens, each of which stands for a square of pixels.
+
+    Args:
+        count: Tokens of the picture.
+        height: Rows of pixels.
+        width: Columns of pixels.
+
+    Raises:
+        MalformedModelError: No such grid has that many tokens.
+    """
+    columns = isqrt(count * width // height)
+    rows = count // max(columns, 1)
+    if rows * columns != count or rows * width != columns * height:
         raise MalformedModelError(
-            f"a picture has {count} tokens, which make no square",
-            hint="a model with positions of height and width needs a square grid of tokens",
+            f"a picture of {height} x {width} pixels has {count} tokens, which make no grid of"
+            " squares",
+            hint="a model with positions of height and width needs one token per square of pixels",
         )
-    return side
+    return rows, columns
 
 
 # --- parts ----------------------------------------------------------------------------------------

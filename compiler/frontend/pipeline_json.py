@@ -269,11 +269,23 @@ def _image(reader: _Reader) -> ImageSpec:
         channels=reader.integer("channels", 1, 4),
         divide=reader.number("divide"),
         subtract=reader.number("subtract"),
+        grid=_grid(reader),
     )
     reader.finish()
     if not image.divide > 0.0:
         raise MalformedModelError(f"{reader.where}: 'divide' must be positive")
     return image
+
+
+def _grid(reader: _Reader) -> tuple[int, int] | None:
+    if "grid" not in reader.value:
+        return None
+    grid = reader.table("grid")
+    sides = grid.integer("rows", 1, MAX_IMAGE_SIDE), grid.integer("columns", 1, MAX_IMAGE_SIDE)
+    grid.finish()
+    if sides[0] == sides[1]:
+        raise MalformedModelError(f"{grid.where}: a square grid is not written down")
+    return sides
 
 
 def _prune(reader: _Reader) -> PruneSpec | None:

@@ -44,13 +44,19 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class ImageSpec:
-    """How pixels (u8, HWC) become the float image: `pixel / divide - subtract`."""
+    """How pixels (u8, HWC) become the float image: `pixel / divide - subtract`.
+
+    Attributes:
+        grid: Rows and columns of the picture's tokens where they are no square and the decoder
+            tells height from width.
+    """
 
     height: int
     width: int
     channels: int
     divide: float
     subtract: float
+    grid: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

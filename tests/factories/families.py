@@ -24,6 +24,7 @@ class Vlm:
         class_token: Whether vision has one (dropped before the projector).
         queries: Learned queries of a resampler; 0 = an MLP projects every patch.
         pooled: Whether a depthwise convolution and a pool of 2x2 follow the MLP (MobileVLM).
+        wide: Width of the picture, whose height is `side`; 0 = as wide as high.
         positions: `input` (position_ids), `computed` from the attention mask, or `rows`: time,
             height and width, each rotating its sections of a head.
         scale: Standard deviation of weights.
@@ -47,6 +48,12 @@ class Vlm:
     pooled: bool = False
     positions: str = "input"
     scale: float = 0.3
+    wide: int = 0
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Height and width of the picture."""
+        return self.side, self.wide or self.side
 
     @property
     def head_dim(self) -> int:
@@ -54,7 +61,7 @@ class Vlm:
 
     @property
     def patches(self) -> int:
-        return (self.side // self.patch) ** 2
+        return (self.sides[0] // self.patch) * (self.sides[1] // self.patch)
 
     @property
     def image_tokens(self) -> int:
@@ -154,7 +161,7 @@ def pool(b: GraphBuilder, x: str, shape: Vlm) -> str:
 
 
 def pixels_of(shape: Vlm) -> Inputs:
-    return {"pixel_values": ("float32", ("batch", 3, shape.side, shape.side))}
+    return {"pixel_values": ("float32", ("batch", 3, *shape.sides))}
 
 
 def vision(shape: Vlm) -> onnx.ModelProto:

@@ -35,7 +35,7 @@ def _write_common(directory: Path, shape: Vlm) -> None:
         "do_normalize": True,
         "do_rescale": True,
         "rescale_factor": 1 / 255,
-        "crop_size": {"height": shape.side, "width": shape.side},
+        "crop_size": {"height": shape.sides[0], "width": shape.sides[1]},
     }
     (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     (directory / "tokenizer.json").write_text(json.dumps(_tokenizer(shape)))

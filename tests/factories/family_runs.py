@@ -76,8 +76,8 @@ def text_positions(at: int, count: int) -> Array:
 def picture_positions(at: int, shape: Vlm) -> Array:
     if shape.positions != "rows":
         return text_positions(at, shape.image_tokens)
-    number, side = np.arange(shape.image_tokens), shape.side // shape.patch
-    return at + np.stack([0 * number, number // side, number % side])
+    number, columns = np.arange(shape.image_tokens), shape.sides[1] // shape.patch
+    return at + np.stack([0 * number, number // columns, number % columns])
 
 
 def transformers_js(folder: Path, shape: Vlm) -> Files:

@@ -61,7 +61,7 @@ def native(bundle: CompiledBundle) -> NativePlan:
 
 
 def pixels(shape: Vlm) -> Array:
-    return np.random.default_rng(3).integers(0, 256, (shape.side, shape.side, 3)).astype(np.uint8)
+    return np.random.default_rng(3).integers(0, 256, (*shape.sides, 3)).astype(np.uint8)
 
 
 def answers(runner: PlanRunner, pipeline: Pipeline, shape: Vlm) -> list[dict[str, bytes]]:

@@ -52,6 +52,18 @@ def test_it_round_trips() -> None:
     assert parse_pipeline(PIPELINE.to_bytes()) == PIPELINE
 
 
+def test_it_round_trips_a_grid_that_is_no_square() -> None:
+    wide = replace(PIPELINE, image=ImageSpec(4, 6, 1, grid=(2, 3)))
+    assert parse_pipeline(wide.to_bytes()) == wide
+    assert b"grid" not in PIPELINE.to_bytes()  # so that agents without the field read the section
+
+
+@pytest.mark.parametrize("grid", [[2, 2], [2], [2, 3, 4], [0, 3], "2x3", None, [2, 2.5]])
+def test_it_refuses_a_grid_that_is_none(grid: object) -> None:
+    with pytest.raises(ContractError):
+        parse_pipeline(_edited("image/grid", grid))
+
+
 def test_it_round_trips_a_graph_without_words_and_pictures() -> None:
     graph = Pipeline(
         "graph",

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from compiler.contract.errors import ContractError, LimitExceededError
-from compiler.contract.session import Session, pack_i32, step_inputs
+from compiler.contract.pipeline import ImageSpec, Port, ProgramSpec
+from compiler.contract.session import Session, pack_i32, see_inputs, step_inputs
 from tests.unit.compiler.contract.test_pipeline import PIPELINE, PRUNED
 
 EOS = 1
@@ -171,3 +172,30 @@ def test_another_picture_leaves_another_number_of_rows() -> None:
 def test_it_refuses_a_count_that_the_plan_cannot_hold(kept: int) -> None:
     with pytest.raises(ContractError, match=f"picture of {kept} tokens"):
         _see(kept)
+
+
+@pytest.mark.parametrize(("grid", "columns"), [(None, 3), ((1, 9), 9), ((9, 1), 1)])
+def test_it_says_where_each_token_of_a_picture_stands(
+    grid: tuple[int, int] | None, columns: int
+) -> None:
+    places = {r: Port(9, 1, "i32", False) for r in ("positions", "positions_height")}
+    places["positions_width"] = Port(9, 1, "i32", False)
+    see = ProgramSpec({"image": Port(1, 9, "u8", False), **places}, {})
+    pipeline = replace(PIPELINE, image=ImageSpec(3, 3, 1, grid), programs={"see": see})
+    inputs = see_inputs(pipeline, bytes(9))
+    numbers = range(9)
+    assert inputs["positions"] == pack_i32([0] * 9)
+    assert inputs["positions_height"] == pack_i32([n // columns for n in numbers])
+    assert inputs["positions_width"] == pack_i32([n % columns for n in numbers])
+
+
+@pytest.mark.parametrize(("grid", "count"), [(None, 8), ((2, 3), 9)])
+def test_it_refuses_a_grid_of_another_number_of_tokens(
+    grid: tuple[int, int] | None, count: int
+) -> None:
+    roles = ("positions", "positions_height", "positions_width")
+    ports = {role: Port(count, 1, "i32", False) for role in roles}
+    see = ProgramSpec({"image": Port(1, 9, "u8", False), **ports}, {})
+    pipeline = replace(PIPELINE, image=ImageSpec(3, 3, 1, grid), programs={"see": see})
+    with pytest.raises(ContractError, match=f"{count} tokens in a grid"):
+        see_inputs(pipeline, bytes(9))

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 from compiler.errors import MalformedModelError
-from compiler.frontend.families import FamilyOptions, write_family_submission
+from compiler.frontend.families import FamilyOptions, token_grid, write_family_submission
 from compiler.frontend.family_files import find_family
 from compiler.kernels.program import KvCache, Module
 from compiler.simulator import Simulator
@@ -62,7 +62,7 @@ class Ours:
 
 def compare(module: Module, original: Original, shape: Vlm, before: list[int]) -> float:
     """Show a picture between two texts, decode three tokens; return the greatest difference."""
-    pixels = np.random.default_rng(3).integers(0, 256, (shape.side, shape.side, 3)).astype(np.uint8)
+    pixels = np.random.default_rng(3).integers(0, 256, (*shape.sides, 3)).astype(np.uint8)
     after = [4, 7, 2]
     picture = picture_positions(len(before), shape)
     tail = text_positions(int(picture.max()) + 1, len(after))
@@ -90,6 +90,8 @@ FAMILIES = {
     "mobile-vlm": (transformers_js, MOBILE_VLM),
     "mobile-vlm-pooled": (transformers_js, variant(MOBILE_VLM, side=16, pooled=True)),
     "qwen-vl": (ort_genai, QWEN_VL_ROWS),
+    "qwen-vl-wide": (ort_genai, variant(QWEN_VL_ROWS, wide=20)),
+    "qwen-vl-high": (ort_genai, variant(QWEN_VL_ROWS, side=16, wide=8)),
     "minicpm-v": (minicpm, MINICPM_V),
     "merged": (merged, MOBILE_VLM),
     "fused": (fused(), variant(MOBILE_VLM, width=32)),
@@ -211,3 +213,21 @@ def test_it_refuses_an_input_without_a_meaning(tmp_path: Path) -> None:
     onnx.save(model, path)
     with pytest.raises(MalformedModelError, match="'beam' has no meaning"):
         write_family_submission(source, tmp_path / "out", OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("count", "height", "width", "grid"),
+    [(4, 8, 8, (2, 2)), (6, 8, 12, (2, 3)), (10, 20, 8, (5, 2)), (7, 28, 196, (1, 7))],
+)
+def test_it_finds_the_grid_of_a_pictures_tokens(
+    count: int, height: int, width: int, grid: tuple[int, int]
+) -> None:
+    assert token_grid(count, height, width) == grid
+
+
+@pytest.mark.parametrize(
+    ("count", "height", "width"), [(6, 8, 8), (8, 8, 12), (1, 8, 12), (3, 9, 8)]
+)
+def test_it_refuses_tokens_that_make_no_grid(count: int, height: int, width: int) -> None:
+    with pytest.raises(MalformedModelError, match=f"has {count} tokens, which make no grid"):
+        token_grid(count, height, width)
