@@ -5,15 +5,56 @@ import argparse
 from compiler.contract.canonical import Json
 from compiler.driver.commands.base import Answer, Command, Console, table
 from compiler.driver.native_check import emulator_of, host_features, runs_here
+from compiler.hardware.library import load_socs, variants
 from compiler.hardware.targets import TARGETS, Target
 from compiler.kernels.select import select_tile
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(nothing=None)
+    parser.add_argument(
+        "--socs",
+        action="store_true",
+        help="list the systems on chip of the capability library instead, with what each runs",
+    )
 
 
 def _run(options: argparse.Namespace, console: Console) -> Answer:  # noqa: ARG001 - one signature
+    return _socs() if options.socs else _targets()
+
+
+def _socs() -> Answer:
+    rows = [
+        (
+            f"{soc.vendor} {soc.name}",
+            ", ".join(soc.cores),
+            ", ".join(target.id for target in variants(soc)),
+            variants(soc)[0].verified_on,
+            soc.verified_on if soc.system == "linux" else f"{soc.verified_on} ({soc.system})",
+        )
+        for soc in load_socs()
+    ]
+    document: list[Json] = [
+        {
+            "id": soc.id,
+            "vendor": soc.vendor,
+            "name": soc.name,
+            "class": soc.device_class,
+            "arch": soc.arch,
+            "cores": list(soc.cores),
+            "features": sorted(soc.features),
+            "system": soc.system,
+            "memory_gb_s": soc.memory_gb_s,
+            "npu": soc.npu,
+            "targets": [target.id for target in variants(soc)],
+            "verified_on": soc.verified_on,
+        }
+        for soc in load_socs()
+    ]
+    head = ("system on chip", "cores", "targets, best first", "bits checked on", "on a device")
+    return Answer(table([head, *rows]), document)
+
+
+def _targets() -> Answer:
     rows = [
         (target.id, target.triple, select_tile(target.isa).isa, _checked(target))
         for target in TARGETS
@@ -40,7 +81,10 @@ def _checked(target: Target) -> str:
 
 
 COMMAND = Command(
-    description="List the targets, the kernels each gets, and whether this machine can run them.",
+    description=(
+        "List the targets, the kernels each gets, and whether this machine can run them; "
+        "or what the systems on chip of the capability library run."
+    ),
     example="targets --json",
     add_arguments=_arguments,
     run=_run,

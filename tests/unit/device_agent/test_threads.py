@@ -43,9 +43,7 @@ def test_it_takes_the_fewest_threads_that_are_nearly_the_fastest() -> None:
     ("seconds", "threads"),
     [({1: 1e-3, 2: 0.6e-3}, 2), ({1: 1e-4, 2: 2e-4}, 1), ({1: 5e-4, 2: 4.8e-4}, 1)],
 )
-def test_it_chooses_by_time_within_its_budget(
-    seconds: Mapping[int, float], threads: int
-) -> None:
+def test_it_chooses_by_time_within_its_budget(seconds: Mapping[int, float], threads: int) -> None:
     plan = Plan(seconds)
     choice = tune_threads(plan, RUN, 2, lambda: plan.now)
     assert choice.threads == plan.threads == threads
