@@ -7,7 +7,7 @@ out; a report without it (of an older compiler, or of a failed build) shows noth
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dashboards.reports import ReportTable, cell_text, report_of
@@ -16,7 +16,9 @@ KEYS: Final = frozenset({"explained", "picture", "sparsity"})
 """Parts of a report that this module shows; the rest is for `dashboards.reports`."""
 MAX_ITEMS: Final = 2_000
 MAX_PIXELS: Final = 100_000
-MAX_TITLE: Final = 25
+MAX_TITLE: Final = 22
+MAX_SOURCE: Final = 30
+MAX_HINT: Final = 1_000
 TONES: Final = frozenset({"tiled", "sparse", "plain", "move", "reference"})
 LEGEND: Final = (
     ("tiled", "4-bit tile kernel"),
@@ -25,6 +27,11 @@ LEGEND: Final = (
     ("move", "moves data only"),
     ("reference", "reference kernel"),
 )
+_FATES: Final[Mapping[str, str]] = {
+    "call": "in calls",
+    "folded": "folded when compiling",
+    "dead": "dead",
+}
 _SPARSITY: Final[Mapping[str, str]] = {
     "operations": "work that zeros save",
     "tensors": "zeros of its tensors",
@@ -32,14 +39,19 @@ _SPARSITY: Final[Mapping[str, str]] = {
 }
 _PATH: Final = re.compile(r"[MCHV0-9 ]{2,200}")
 _COLUMNS: Final = (
-    *("Calls", "Operation", "Fused", "Shape", "Computed of dense", "Why the rest may be left out"),
+    *("Calls", "Operation", "Nodes of the file", "Fused", "Shape", "Computed of dense"),
+    "Why the rest may be left out",
     *("FLOPs", "Dense FLOPs", "Moved", "Kernel", "Layout", "Share of time"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class PlanNode:
-    """A box with its texts; `share_width` is the length of its bar in pixels."""
+    """A box with its texts; `share_width` is the length of its bar in pixels.
+
+    Attributes:
+        source: The most telling node of the model's file that the call stands for.
+    """
 
     x: int
     y: int
@@ -48,6 +60,7 @@ class PlanNode:
     tone: str
     title: str
     detail: str
+    source: str
     share: str
     share_width: int
     hint: str
@@ -120,6 +133,20 @@ def plan_tables(report: object) -> tuple[ReportTable, ...]:
     )
 
 
+def fate_tables(report: object) -> tuple[ReportTable, ...]:
+    """Return what became of the nodes of the model's files, by component and operator."""
+    explained = report.get("explained") if isinstance(report, Mapping) else None
+    rows = _items(explained, "fates") if isinstance(explained, Mapping) else []
+    if not rows:
+        return ()
+    total = {fate: sum(_bounded(row.get(fate)) for row in rows) for fate in _FATES}
+    words = ", ".join(f"{count} {_FATES[fate]}" for fate, count in total.items())
+    table = report_of({"fates": rows}).tables[0]
+    columns = tuple(_FATES.get(name.lower(), name).capitalize() for name in table.columns)
+    title = f"Nodes of the model's files: {words}"
+    return (replace(table, title=title, columns=columns),)
+
+
 def sparsity_tables(report: object) -> tuple[ReportTable, ...]:
     """Return, per program, tables of zeros: their sources, where they are, what they save."""
     found = report.get("sparsity") if isinstance(report, Mapping) else None
@@ -175,6 +202,7 @@ def _row(same: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
     return (
         number,
         _text(call, "title"),
+        _text(call, "source"),
         cell_text("", call.get("fused") or ""),
         _text(call, "shape"),
         computed,
@@ -205,10 +233,25 @@ def _node(item: Mapping[str, object]) -> PlanNode:
         tone=tone if tone in TONES else "move",
         title=title if len(title) <= MAX_TITLE else title[: MAX_TITLE - 1] + "…",
         detail=" · ".join(part for part in (_text(item, "detail"), density) if part),
+        source=_middle(_text(item, "source")),
         share=_text(item, "share"),
         share_width=round(part * max(0, width - 12)),
-        hint=_text(item, "hint"),
+        hint=_hint(item.get("hint")),
     )
+
+
+def _hint(value: object) -> str:
+    """Return the text that a box shows when it is pointed at: longer than a cell of a table."""
+    if not isinstance(value, str):
+        return cell_text("", value or "")
+    return value if len(value) <= MAX_HINT else value[: MAX_HINT - 1] + "…"
+
+
+def _middle(text: str) -> str:
+    """Return a text that fits into a box, cut in the middle: names differ at both ends."""
+    if len(text) <= MAX_SOURCE:
+        return text
+    return text[: MAX_SOURCE // 3] + "…" + text[MAX_SOURCE // 3 + 1 - MAX_SOURCE :]
 
 
 def _edges(document: Mapping[str, object]) -> Iterator[PlanEdge]:

@@ -43,7 +43,7 @@ from compiler.driver.provenance import (
     provenance_document,
     section_digests,
 )
-from compiler.driver.stages import Portable, StageClock
+from compiler.driver.stages import ORIGINS, Portable, StageClock
 from compiler.driver.verdicts import find_times, find_verdict, keep_times, keep_verdict, verdict_key
 from compiler.frontend.pipeline_json import read_pipeline
 from compiler.hardware.targets import Target, find_target
@@ -83,7 +83,9 @@ def compile_model(submission_dir: Path, options: CompileOptions) -> CompiledBund
     selftest = run.selftest(portable, plan, kernels)
     sections = {**portable.sections, "kernels": kernels, "selftest": selftest.to_bytes()}
     check = run.check(sections)
-    explained = explain_document(plan, target, selftest, run.times(sections))
+    explained = explain_document(
+        plan, target, selftest, run.times(sections), portable.facts[ORIGINS]
+    )
     bundle = run.bundle(portable, plan, sections, selftest, check, explained, c_source)
     run.cache.trim()
     return bundle
@@ -260,7 +262,7 @@ class _Compilation:
             "explained": explained,
             "picture": picture(explained),
             "provenance": self.provenance,
-            **portable.facts,
+            **{name: fact for name, fact in portable.facts.items() if name != ORIGINS},
         }
         return CompiledBundle(manifest, dict(sections), report, portable.ir_text, c_source)
 

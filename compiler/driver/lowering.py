@@ -10,6 +10,7 @@ from compiler.driver.stages import StageClock
 from compiler.frontend.importer import import_pipeline
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.kernels.program import Module
+from compiler.passes.origins import Provenance
 from compiler.passes.pipeline import lower_pipeline
 
 
@@ -20,12 +21,14 @@ class Lowered:
     Attributes:
         ir_text: Module text after each stage of the passes, under headings.
         notes: What importer and passes did, one line each.
+        provenance: Which nodes of the files each call stands for, and the fate of the others.
         sparsity: Per program, what zeros are proved and what they save, as canonical JSON.
     """
 
     module: Module
     ir_text: str
     notes: tuple[str, ...]
+    provenance: Provenance
     sparsity: str = "{}"
 
 
@@ -45,7 +48,8 @@ def lower_submission(
         lowered = lower_pipeline(imported, mask_section=_masks(directory))
     texts = [f"// ==== {stage} ====\n{text}" for stage, text in lowered.ir_text.items()]
     sparsity = canonical_bytes(dict(lowered.sparsity)).decode()
-    return Lowered(lowered.module, "\n".join(texts), lowered.notes, sparsity)
+    ir_text = "\n".join(texts)
+    return Lowered(lowered.module, ir_text, lowered.notes, lowered.provenance, sparsity)
 
 
 def _masks(directory: Path) -> bytes:

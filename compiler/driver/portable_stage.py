@@ -19,6 +19,7 @@ from compiler.driver.activity import activity_facts
 from compiler.driver.base_grids import base_weights, base_widths, kept_codes
 from compiler.driver.cache import StageCache, cache_key
 from compiler.driver.calibrate import record_cached
+from compiler.driver.explain.sources import origin_facts
 from compiler.driver.lowering import Lowered, lower_submission
 from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
@@ -32,7 +33,7 @@ from compiler.driver.sections import (
     pipeline_section,
     sqnr_rows,
 )
-from compiler.driver.stages import Portable, StageClock
+from compiler.driver.stages import ORIGINS, Portable, StageClock
 from compiler.emitters.plan import EmittedPlan, emit_plan
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.kernels.program import Module
@@ -142,7 +143,11 @@ def _base_facts(packed: PackedModule, old: Mapping[int, PackedW4]) -> Json:
 
 def _pass_facts(lowered: Lowered) -> dict[str, Json]:
     """Return what the passes say about the model, whatever the target."""
-    return {"notes": list(lowered.notes), "sparsity": parse_object(lowered.sparsity.encode())}
+    return {
+        "notes": list(lowered.notes),
+        "sparsity": parse_object(lowered.sparsity.encode()),
+        ORIGINS: origin_facts(lowered.provenance),
+    }
 
 
 def lower_cached(

@@ -21,6 +21,8 @@ _SHARES: Final[Mapping[str, float]] = {
     "manifest": 0.97,
 }
 _SECTION: Final = "section/"
+ORIGINS: Final = "origins"
+"""The fact that names the nodes of the files; it goes into the explain document."""
 
 
 class StageClock:

@@ -31,8 +31,8 @@ from compiler.frontend.length_values import POSITIONS, length_role
 from compiler.frontend.onnx_ops import OPERATORS
 from compiler.frontend.shape_rules import conv_geometry, reduce_axes
 from compiler.frontend.values import Known, Node, axis_of
-from compiler.passes.base import NodeNames
 from compiler.passes.functions import ROLE
+from compiler.passes.origins import Origins
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,12 @@ class FunctionBuilder:
     component: str
     evaluation: Evaluation
     constants: ConstantTable
-    names: NodeNames
+    origins: Origins
     block: Block = field(default_factory=Block)
     values: dict[str, SSAValue] = field(default_factory=dict)
     roles: list[str] = field(default_factory=list)
     constant_ops: dict[str, SSAValue] = field(default_factory=dict)
+    passed_on: list[tuple[Node, SSAValue]] = field(default_factory=list)
 
     def build(self, arguments: Sequence[Argument], outputs: Sequence[tuple[str, str]]) -> FuncOp:
         """Build the function.
@@ -74,6 +75,7 @@ class FunctionBuilder:
             self._visit(name, makers)
         results = [self.value_of(name) for name, _ in outputs]
         self.block.add_op(ReturnOp(*results))
+        self._charge_passed_on()
         return FuncOp(
             self.component,
             (list(self.block.arg_types), [result.type for result in results]),
@@ -182,6 +184,17 @@ class FunctionBuilder:
         for name, value in zip(node.outputs, made, strict=False):
             if name:
                 self.values[name] = value
+                self.passed_on.append((node, value))
+
+    def _charge_passed_on(self) -> None:
+        """Give nodes that only hand a value on to what makes it, or else to what reads it."""
+        for node, value in self.passed_on:
+            owner = value.owner
+            readers = [use.operation for use in value.uses]
+            heirs = [owner] if isinstance(owner, Operation) else readers
+            for heir in heirs:
+                if not isinstance(heir, ReturnOp):
+                    self.origins.give(heir, node.sources)
 
     def _type(self, node: Node, at: int) -> Tensor:
         name = node.outputs[at]
@@ -206,7 +219,7 @@ class FunctionBuilder:
     def add(self, op: Operation, node: Node) -> Operation:
         """Append an operation and remember which node it came from."""
         self.block.add_op(op)
-        self.names.names[op] = node.name
+        self.origins.give(op, node.sources)
         return op
 
     def shape(self, name: str) -> list[Dim]:

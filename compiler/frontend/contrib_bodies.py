@@ -18,6 +18,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from compiler.errors import MalformedModelError, UnsupportedOperatorError
+from compiler.frontend.node_numbers import marked, numbers_of
 from compiler.frontend.onnx_file import CONTRIB_DOMAIN
 from compiler.frontend.values import Array
 
@@ -51,12 +52,14 @@ def expand_contrib(model: onnx.ModelProto) -> int:
             writer.nodes.append(node)
             continue
         writer.begin(node)
+        first = len(writer.nodes)
         try:
             row(writer, node)
         except (ValueError, IndexError, KeyError, TypeError) as error:
             raise MalformedModelError(
                 f"operator {node.op_type} (node {writer.label}): {error}"
             ) from error
+        marked(writer.nodes[first:], numbers_of(node))
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in writer.nodes]
     del graph.node[:]
     graph.node.extend(copies)

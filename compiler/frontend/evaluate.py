@@ -28,6 +28,7 @@ from compiler.frontend.expansions import EXPANSIONS
 from compiler.frontend.fold_rules import ANNOUNCED
 from compiler.frontend.generic_rules import LATEST
 from compiler.frontend.limits import FoldBudget
+from compiler.frontend.node_numbers import marked, name_of, numbers_of
 from compiler.frontend.onnx_file import DEFAULT_DOMAINS
 from compiler.frontend.onnx_ops import (
     OPERATORS,
@@ -51,11 +52,16 @@ Family = tuple[Value, ...]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """All needed values of a graph, and its needed nodes in file order."""
+    """All needed values of a graph, and its needed nodes in file order.
+
+    Attributes:
+        reached: Numbers of the nodes of the file that were evaluated or opened.
+    """
 
     bindings: tuple[Binding, ...]
     values: Mapping[str, Family]
     nodes: Sequence[Node]
+    reached: frozenset[int] = frozenset()
 
     def constant(self, name: str) -> Array | None:
         """Return the elements of a value that is the same for all lengths."""
@@ -106,7 +112,7 @@ def make_node(proto: onnx.NodeProto, opset: int = 0) -> tuple[Node, OnnxOperator
         UnsupportedOperatorError: The operator or one of its attributes is unknown.
     """
     kind = kind_of(proto)
-    name = proto.name or (f"the one that makes {proto.output[0]!r}" if proto.output else "?")
+    name = name_of(proto)
     row = OPERATORS.get(kind)
     if row is None:
         raise _unsupported(kind, name)
@@ -128,7 +134,7 @@ def make_node(proto: onnx.NodeProto, opset: int = 0) -> tuple[Node, OnnxOperator
     if missing:
         raise MalformedModelError(f"operator {kind} (node {name}) has no {missing[0]!r}")
     inputs, outputs = tuple(proto.input), tuple(proto.output)
-    return Node(kind, name, inputs, outputs, attrs, given, opset), row
+    return Node(kind, name, inputs, outputs, attrs, given, opset, numbers_of(proto)), row
 
 
 def _unsupported(kind: str, name: str) -> UnsupportedOperatorError:
@@ -174,12 +180,16 @@ def evaluate(
         )
     walk = _Walk(values, bindings, budget, opset)
     walk.run(_needed(graph.node, outputs))
-    return Evaluation(bindings, values, walk.nodes)
+    return Evaluation(bindings, values, walk.nodes, frozenset(walk.reached))
 
 
 @dataclass(slots=True)
 class _Walk:
-    """Evaluates nodes in order; control flow is replaced by what it stands for."""
+    """Evaluates nodes in order; control flow is replaced by what it stands for.
+
+    Attributes:
+        within: Numbers of the node that is being opened: what is written for it stands for it.
+    """
 
     values: dict[str, Family]
     bindings: tuple[Binding, ...]
@@ -188,16 +198,21 @@ class _Walk:
     nodes: list[Node] = field(default_factory=list)
     sequences: Sequences = field(default_factory=dict)
     expansions: int = 0
+    reached: set[int] = field(default_factory=set)
+    within: tuple[int, ...] = ()
 
     def run(self, protos: Sequence[onnx.NodeProto]) -> None:
-        for proto in protos:
-            kind = kind_of(proto)
+        for proto in marked(protos, self.within):
+            kind, numbers = kind_of(proto), numbers_of(proto)
+            self.reached.update(numbers)
+            outer, self.within = self.within, numbers
             if kind in CONTROL:
                 self._control(proto)
             elif kind in EXPANSIONS or is_held(kind, list(proto.input), self.sequences):
                 self._written_out(proto, kind)
             else:
                 self._node(proto)
+            self.within = outer
 
     def _node(self, proto: onnx.NodeProto) -> None:
         node, row = make_node(proto, self.opset)

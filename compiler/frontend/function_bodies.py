@@ -19,6 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from compiler.errors import CompilerError, MalformedModelError
 from compiler.frontend.domain import attach_functions
 from compiler.frontend.evaluate import evaluate, same_everywhere
+from compiler.frontend.node_numbers import mark_inlined
 from compiler.frontend.onnx_file import SPARSEFLEET_DOMAIN
 from compiler.frontend.values import Array
 
@@ -164,9 +165,11 @@ def inline_operators(model: onnx.ModelProto, file: str) -> onnx.ModelProto:
         attach_functions(model)
         ours = [f for f in model.functions if (f.domain, f.name) in _INLINED_KEYS]
         _check_inlined(ours, file)
-        return inliner.inline_selected_functions(model, sorted(_INLINED_KEYS))
+        inlined = inliner.inline_selected_functions(model, sorted(_INLINED_KEYS))
     except (ValueError, RuntimeError) as error:
         raise MalformedModelError(f"functions of {file} cannot be inlined: {error}") from error
+    mark_inlined(model.graph.node, inlined.graph.node, ours)
+    return inlined
 
 
 def _check_inlined(functions: Sequence[onnx.FunctionProto], file: str) -> None:

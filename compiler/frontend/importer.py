@@ -18,11 +18,13 @@ from compiler.frontend.function_bodies import check_function_bodies, inline_oper
 from compiler.frontend.length_values import attention_mask
 from compiler.frontend.limits import DEFAULT_LIMITS, FoldBudget, ImportLimits
 from compiler.frontend.moe_repair import repair_experts
+from compiler.frontend.node_numbers import number_nodes, settle_imported
 from compiler.frontend.onnx_file import opset_of, read_model
 from compiler.frontend.pipeline_json import read_pipeline
 from compiler.frontend.signature import constant_value, element_type, input_type, pinned_type
 from compiler.frontend.values import Known
-from compiler.passes.base import ImportedPipeline, NodeNames
+from compiler.passes.base import ImportedPipeline
+from compiler.passes.origins import Origins
 from compiler.passes.pipeline_spec import Component, Port
 
 SYMBOLS = ("P", "T")
@@ -47,16 +49,17 @@ def import_pipeline(directory: Path, limits: ImportLimits = DEFAULT_LIMITS) -> I
         LimitError: A file or what folding makes of it is larger than the limits.
     """
     spec = read_pipeline(directory)
-    constants, names = ConstantTable(), NodeNames()
+    constants, origins = ConstantTable(), Origins()
     functions: list[FuncOp] = []
     notes: list[str] = []
     for component in spec.components:
         model = read_model(directory / component.file, limits)
+        number_nodes(model, component.name, origins)
         check_function_bodies(model, component.file)
         model = inline_operators(model, component.file)
         expand_contrib(model)
         notes += repair_experts(model, component.file)
-        functions.append(_import_component(component, model, constants, names, limits))
+        functions.append(_import_component(component, model, constants, origins, limits))
         notes.append(
             f"{component.name}: {len(model.graph.node)} nodes, opset {opset_of(model)},"
             f" {len(model.graph.initializer)} initializers"
@@ -67,14 +70,14 @@ def import_pipeline(directory: Path, limits: ImportLimits = DEFAULT_LIMITS) -> I
     except VerifyException as error:
         reason = str(error).strip().splitlines()[-1]
         raise MalformedModelError(f"shapes contradict each other: {reason}") from error
-    return ImportedPipeline(spec, module, constants, names, tuple(notes))
+    return ImportedPipeline(spec, module, constants, origins, tuple(notes))
 
 
 def _import_component(
     component: Component,
     model: onnx.ModelProto,
     constants: ConstantTable,
-    names: NodeNames,
+    origins: Origins,
     limits: ImportLimits,
 ) -> FuncOp:
     graph = model.graph
@@ -108,8 +111,10 @@ def _import_component(
     budget = FoldBudget(limits)
     wanted = [name for name, _ in outputs]
     evaluation = evaluate(graph, families, wanted, bindings, budget, opset_of(model))
-    builder = FunctionBuilder(component.name, evaluation, constants, names)
-    return builder.build(arguments, outputs)
+    builder = FunctionBuilder(component.name, evaluation, constants, origins)
+    func = builder.build(arguments, outputs)
+    settle_imported(component.name, func, evaluation.reached, origins)
+    return func
 
 
 def _in_order(ports: Sequence[Port], file_order: list[str]) -> list[Port]:

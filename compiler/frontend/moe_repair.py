@@ -23,6 +23,7 @@ from onnx import helper, numpy_helper
 from compiler.frontend.graph_view import GraphView, extract, router_shape, widths
 from compiler.frontend.moe_batch import Batch, BodyError
 from compiler.frontend.moe_regions import Region, find_regions
+from compiler.frontend.node_numbers import marked, numbers_inside
 from compiler.frontend.onnx_file import opset_of
 from compiler.frontend.values import Array
 from compiler.passes.expert_count import need_all
@@ -203,6 +204,8 @@ def _splice(graph: onnx.GraphProto, region: Region, batch: Batch) -> None:
         if name == region.result:
             old.output[at] = f"{batch.prefix}unused"
     batch.nodes[-1].output[0] = region.result
+    replaced, _ = extract(graph, region.result, _leaves(region), nodes[: region.place + 1])
+    marked(batch.nodes, numbers_inside(replaced))
     del graph.node[:]
     graph.node.extend([*nodes[: region.place], old, *batch.nodes, *nodes[region.place + 1 :]])
     graph.initializer.extend(batch.initializers)

@@ -46,6 +46,7 @@ class Node:
     Attributes:
         given: The attributes that stand in the file.
         opset: Version of the default operator set it was written for.
+        sources: Numbers of the nodes of the file that it stands for.
     """
 
     op: str
@@ -55,6 +56,7 @@ class Node:
     attrs: Mapping[str, Any] = field(default_factory=dict)
     given: Mapping[str, Any] = field(default_factory=dict)
     opset: int = 0
+    sources: tuple[int, ...] = ()
 
 
 def operand(values: Values, at: int) -> Value:

@@ -33,7 +33,7 @@ from compiler.dialects.movement import ReshapeOp
 from compiler.dialects.sp import BinaryOp, ConstantOp
 from compiler.dialects.types import dtype_of, shape_of, tensor_type
 from compiler.errors import MalformedModelError, UnsupportedOperatorError
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import (
     body,
     function,
@@ -55,11 +55,15 @@ ALL_ROWS: Final = -1
 
 
 @dataclass(frozen=True)
-class AdaptPruning:
+class AdaptPruning(Pass):
     """Replace the fixed number of kept tokens by the rule that the submission states."""
 
     name: ClassVar[str] = "adapt-pruning"
-    changes_values: ClassVar[bool] = True
+
+    @property
+    def changes_values(self) -> bool:
+        """It keeps other tokens than the file says."""
+        return True
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Split vision at its one pruning.
@@ -84,7 +88,7 @@ class AdaptPruning:
         set_function_results(
             vision, [("tokens", new.kept), ("positions", new.index), ("count", new.count)]
         )
-        erase_dead(vision)
+        erase_dead(vision, ctx.origins)
         module.body.block.insert_op_after(projector, vision)
         most = shape_of(new.kept)[-2]
         return PassResult(1, (f"top-p {rule.p:g}, at most {most} rows",))
@@ -137,9 +141,8 @@ def _adapted(old: PruneOp, rule: PruneSpec, ctx: PassContext) -> PruneTopPOp:
         merge=rule.merge,
         key_offset=first if rule.merge else 0,
     )
-    ctx.names.inherit(score, old)
-    ctx.names.inherit(new, old)
     insert_before(old, score, new)
+    ctx.origins.stands(old, [new])
     return new
 
 
@@ -193,7 +196,7 @@ class _Projector:
                 self.block.add_op(constant)
                 self.mapping[operand] = constant.result
         copy = op.clone(self.mapping)
-        self.ctx.names.inherit(copy, op)
+        self.ctx.origins.copied(op, copy)
         self.block.add_op(copy)
         for at, result in enumerate(op.results):
             is_index = self._is_index(op)

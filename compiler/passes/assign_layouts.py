@@ -24,13 +24,13 @@ from compiler.analysis.cost import TILES, WORKSPACE_BUDGET_BYTES, TileCount, cho
 from compiler.contract.operations import Op
 from compiler.contract.tiles import GROUP, MAX_GROUPS, PANEL
 from compiler.dialects.hw import CallOp, LayoutAttr
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import operations
 from compiler.passes.operand_check import STACKED
 
 
 @dataclass(frozen=True)
-class AssignLayouts:
+class AssignLayouts(Pass):
     """Annotate calls whose weights are cheaper as tiles.
 
     Attributes:

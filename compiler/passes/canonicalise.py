@@ -24,14 +24,14 @@ from compiler.analysis.movement import trace, view_source
 from compiler.dialects.movement import MOVEMENT_OPS, ConcatOp, ReshapeOp
 from compiler.dialects.sp import ConstantOp
 from compiler.dialects.types import dtype_of, shape_of
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import body, functions
 from compiler.passes.match import onnx
 from compiler.passes.rewriting import erase_dead, insert_before, is_pure, replace, swap
 
 
 @dataclass(frozen=True)
-class Canonicalise:
+class Canonicalise(Pass):
     """Fold views and constants, merge equal operations, erase dead ones."""
 
     name: ClassVar[str] = "canonicalise"
@@ -40,20 +40,20 @@ class Canonicalise:
         """Rewrite every function; one walk each."""
         changed = 0
         for func in functions(module):
-            changed += erase_dead(func)
+            changed += erase_dead(func, ctx.origins)
             for op in list(body(func).ops):
-                changed += _drop_cast(op) or _fold_movement(op, ctx)
-            changed += erase_dead(func)
-            changed += _merge_equal(func)
-            changed += erase_dead(func)
+                changed += _drop_cast(op, ctx) or _fold_movement(op, ctx)
+            changed += erase_dead(func, ctx.origins)
+            changed += _merge_equal(func, ctx)
+            changed += erase_dead(func, ctx.origins)
         return PassResult(changed)
 
 
-def _drop_cast(op: Operation) -> int:
+def _drop_cast(op: Operation, ctx: PassContext) -> int:
     cast = onnx(op.results[0], "Cast") if op.results else None
     if cast is None or dtype_of(cast.arguments[0]) != dtype_of(cast.outputs[0]):
         return 0
-    replace(cast, [cast.arguments[0]])
+    replace(cast, [cast.arguments[0]], ctx.origins)
     return 1
 
 
@@ -64,17 +64,17 @@ def _fold_movement(op: Operation, ctx: PassContext) -> int:
     constant = _constant_behind(value, ctx)
     if constant is not None:
         insert_before(op, constant)
-        replace(op, [constant.result])
+        replace(op, [constant.result], ctx.origins)
         return 1
     source = view_source(value)
     if source is None or source is value:
         return 0
     if shape_of(source) == shape_of(value):
-        replace(op, [source])
+        replace(op, [source], ctx.origins)
         return 1
     if isinstance(op, ReshapeOp) and op.x is source:
         return 0
-    swap(op, ReshapeOp(source, shape_of(value)), ctx.names)
+    swap(op, ReshapeOp(source, shape_of(value)), ctx.origins)
     return 1
 
 
@@ -111,7 +111,7 @@ def _leaves(value: SSAValue) -> list[SSAValue]:
     return list(found)
 
 
-def _merge_equal(func: FuncOp) -> int:
+def _merge_equal(func: FuncOp, ctx: PassContext) -> int:
     seen: dict[tuple[object, ...], Operation] = {}
     merged = 0
     for op in list(body(func).ops):
@@ -121,7 +121,7 @@ def _merge_equal(func: FuncOp) -> int:
         kinds = tuple(str(result.type) for result in op.results)
         key = (op.name, properties, tuple(id(operand) for operand in op.operands), kinds)
         if key in seen:
-            replace(op, list(seen[key].results))
+            replace(op, list(seen[key].results), ctx.origins)
             merged += 1
         else:
             seen[key] = op

@@ -41,7 +41,7 @@ from compiler.dialects.types import (
 )
 from compiler.errors import MalformedModelError
 from compiler.passes.adapt_pruning import PROJECTOR
-from compiler.passes.base import NodeNames, PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import (
     arguments,
     body,
@@ -51,6 +51,7 @@ from compiler.passes.functions import (
     results,
     role_attributes,
 )
+from compiler.passes.origins import Origins
 from compiler.passes.pipeline_spec import FAMILY_GRAPH, POSITION_ROWS
 from compiler.passes.rewriting import erase_dead, replace
 
@@ -63,7 +64,7 @@ INTEGERS: Final = {"int32", "int64"}
 
 
 @dataclass(frozen=True)
-class Compose:
+class Compose(Pass):
     """Replace component functions by programs."""
 
     name: ClassVar[str] = "compose"
@@ -85,7 +86,7 @@ class Compose:
             module.body.block.erase_op(component)
         module.body.block.add_ops(programs)
         for program in programs:
-            erase_dead(program)
+            erase_dead(program, ctx.origins)
         return PassResult(len(programs), tuple(p.sym_name.data for p in programs))
 
 
@@ -94,7 +95,7 @@ class _Program:
     """A program under construction."""
 
     name: str
-    names: NodeNames
+    origins: Origins
     block: Block = field(default_factory=Block)
     inputs: list[str] = field(default_factory=list)
 
@@ -123,7 +124,7 @@ class _Program:
         for op in body(component).ops:
             if not isinstance(op, ReturnOp):
                 copy = op.clone(mapping)
-                self.names.inherit(copy, op)
+                self.origins.copied(op, copy)
                 self.block.add_op(copy)
                 mapping.update(_with_lengths(op, copy, lengths))
         return {role: mapping.get(value, value) for role, value in results(component)}
@@ -206,7 +207,7 @@ def _positions(program: _Program, module: ModuleOp, rows: list[SSAValue]) -> SSA
     return program.add(ConcatOp(parts, 0))
 
 
-def _pick_rows(joined: SSAValue) -> None:
+def _pick_rows(joined: SSAValue, origins: Origins) -> None:
     """Let what reads one row of joined positions read that row, so that nothing is joined."""
     concat = joined.owner
     for use in list(joined.uses) if isinstance(concat, ConcatOp) else ():
@@ -214,7 +215,7 @@ def _pick_rows(joined: SSAValue) -> None:
         if isinstance(op, SliceOp) and isinstance(concat, ConcatOp) and op.axis.value.data == 0:
             part = concat.parts[int(op.start.data)]
             if shape_of(part) == shape_of(op.result):
-                replace(op, [part])
+                replace(op, [part], origins)
 
 
 def _fill_cache(
@@ -226,12 +227,12 @@ def _fill_cache(
     rows = [splice.positions, *(seen[role] for role in POSITION_ROWS[1:] if role in seen)]
     given = {"embeds": splice.embeds, "positions": _positions(program, module, rows)}
     program.inline(function(module, "decoder"), given, {"T": count})
-    _pick_rows(given["positions"])
+    _pick_rows(given["positions"], program.origins)
     return splice
 
 
 def _see(module: ModuleOp, ctx: PassContext) -> FuncOp:
-    program = _Program(SEE, ctx.names)
+    program = _Program(SEE, ctx.origins)
     seen = _vision(program, module, ctx)
     if "positions" not in seen:  # every token is kept: where they stand is the caller's to say
         kind = tensor_type("int64", shape_of(seen["embeds"])[:-1])
@@ -243,13 +244,13 @@ def _see(module: ModuleOp, ctx: PassContext) -> FuncOp:
 
 
 def _look(module: ModuleOp, ctx: PassContext) -> FuncOp:
-    program = _Program(SEE, ctx.names)
+    program = _Program(SEE, ctx.origins)
     seen = _vision(program, module, ctx)
     return program.finish([(role, seen[role]) for role in ("tokens", "positions", "count")])
 
 
 def _prefill(module: ModuleOp, ctx: PassContext) -> FuncOp:
-    program = _Program(PREFILL, ctx.names)
+    program = _Program(PREFILL, ctx.origins)
     projector = function(module, PROJECTOR)
     given = {role: program.argument(role, type_of(value)) for role, value in arguments(projector)}
     made = program.inline(projector, given, {})
@@ -258,7 +259,7 @@ def _prefill(module: ModuleOp, ctx: PassContext) -> FuncOp:
 
 
 def _step(module: ModuleOp, ctx: PassContext) -> FuncOp:
-    program = _Program(STEP, ctx.names)
+    program = _Program(STEP, ctx.origins)
     embed, decoder = function(module, "embed"), function(module, "decoder")
     tokens = symbol_dim("T")
     ids = program.argument("token_ids", type_of(_argument(embed, "token_ids")))
@@ -272,7 +273,7 @@ def _step(module: ModuleOp, ctx: PassContext) -> FuncOp:
     given.update(program.inline(embed, {"token_ids": ids}, {}))
     made = program.inline(decoder, given, {})
     if "positions" in given:
-        _pick_rows(given["positions"])
+        _pick_rows(given["positions"], program.origins)
     logits = made["logits"]
     if shape_of(logits)[:-1] not in ((tokens,), (Dim(1), tokens)):
         raise MalformedModelError(
@@ -315,11 +316,14 @@ def _last_routing(program: _Program, routing: SSAValue) -> SSAValue:
         axis = len(shape) - 2
         last = program.add(SliceOp(value, axis, shape[axis] + Dim(-1), Dim(1)))
         lasts.append(program.add(ReshapeOp(last, [Dim(1), shape[-1]])))
+    if isinstance(routing.owner, Operation):
+        owners = [last.owner for last in lasts]
+        program.origins.stands(routing.owner, [o for o in owners if isinstance(o, Operation)])
     return lasts[0] if len(lasts) == 1 else program.add(ConcatOp(lasts, 1))
 
 
 def _forward(module: ModuleOp, ctx: PassContext) -> FuncOp:
-    program = _Program(FORWARD, ctx.names)
+    program = _Program(FORWARD, ctx.origins)
     model = function(module, "model")
     given = {role: program.argument(role, type_of(value)) for role, value in arguments(model)}
     made = program.inline(model, given, {})

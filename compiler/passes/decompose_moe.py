@@ -32,13 +32,13 @@ from compiler.dialects.moe_schedule import (
 )
 from compiler.dialects.sp import BinaryOp, NormOp
 from compiler.dialects.types import shape_of
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations
-from compiler.passes.rewriting import erase_dead, insert_before, replace
+from compiler.passes.rewriting import erase_dead, insert_before, redirect, replace
 
 
 @dataclass(frozen=True)
-class DecomposeMoe:
+class DecomposeMoe(Pass):
     """Take layers apart, or with `together` put them together."""
 
     name: ClassVar[str] = "decompose-moe"
@@ -46,18 +46,17 @@ class DecomposeMoe:
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Rewrite every function; `moe.fused_layer` is taken apart down to the pieces."""
-        del ctx  # names of nodes do not matter here
         rules = (_join_pieces, _join_route) if self.together else (_split_fused, _split_layer)
         changed = 0
         for rule in rules:
             for op in operations(module):
-                changed += rule(op)
+                changed += rule(op, ctx)
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         return PassResult(changed)
 
 
-def _split_fused(op: Operation) -> int:
+def _split_fused(op: Operation, ctx: PassContext) -> int:
     if not isinstance(op, FusedLayerOp):
         return 0
     norm = NormOp(op.x, op.gamma, op.beta, kind=op.kind.data, eps=op.eps.value.data)
@@ -75,11 +74,11 @@ def _split_fused(op: Operation) -> int:
         total = BinaryOp(op.x, result, kind="add")
         insert_before(op, total)
         result = total.results[0]
-    replace(op, [result, layer.index, layer.gate])
+    replace(op, [result, layer.index, layer.gate], ctx.origins)
     return 1
 
 
-def _split_layer(op: Operation) -> int:
+def _split_layer(op: Operation, ctx: PassContext) -> int:
     if not isinstance(op, LayerOp):
         return 0
     route = RouteOp(op.x, op.weight, op.bias, k=op.k.value.data, order=op.order.data)
@@ -94,11 +93,11 @@ def _split_layer(op: Operation) -> int:
         shares.append(gemm.result)
     merge = MergeOp(shares)
     insert_before(op, merge)
-    replace(op, [merge.result, route.index, route.gate])
+    replace(op, [merge.result, route.index, route.gate], ctx.origins)
     return 1
 
 
-def _join_pieces(op: Operation) -> int:
+def _join_pieces(op: Operation, ctx: PassContext) -> int:
     if not isinstance(op, MergeOp):
         return 0
     gemms = [share.owner for share in op.shares]
@@ -113,10 +112,10 @@ def _join_pieces(op: Operation) -> int:
     alike = {(g.x, g.index, g.gate, g.act) for g in gemms if isinstance(g, GemmOp)}
     if alike != {(route.x, route.index, route.gate, first.act)}:
         return 0
-    return _put_layer(op, route, whole, first.act.data)
+    return _put_layer(op, route, whole, first.act.data, ctx)
 
 
-def _join_route(op: Operation) -> int:
+def _join_route(op: Operation, ctx: PassContext) -> int:
     if not isinstance(op, ExpertsOp) or op.b_in is not None or op.options():
         return 0
     route = op.index.owner
@@ -124,21 +123,25 @@ def _join_route(op: Operation) -> int:
         return 0
     if (op.x, op.index, op.gate) != (route.x, route.index, route.gate):
         return 0
-    return _put_layer(op, route, (op.w_in, op.w_out), op.act.data)
+    return _put_layer(op, route, (op.w_in, op.w_out), op.act.data, ctx)
 
 
 def _put_layer(
-    op: MergeOp | ExpertsOp, route: RouteOp, stacks: tuple[SSAValue, SSAValue], act: str
+    op: MergeOp | ExpertsOp,
+    route: RouteOp,
+    stacks: tuple[SSAValue, SSAValue],
+    act: str,
+    ctx: PassContext,
 ) -> int:
     """Put a layer in the place of the router, whose results all later readers then read."""
-    if op.parent is not route.parent or not all(_before(stack, route) for stack in stacks):
+    if op.parent is not route.parent or not all(_before(stack, route, ctx) for stack in stacks):
         return 0
     router = route.weight, route.bias
     layer = LayerOp(route.x, router, stacks, k=route.k.value.data, order=route.order.data, act=act)
     insert_before(route, layer)
-    replace(op, [layer.result])
-    route.index.replace_all_uses_with(layer.index)
-    route.gate.replace_all_uses_with(layer.gate)
+    replace(op, [layer.result], ctx.origins)
+    redirect(route.index, layer.index, ctx.origins)
+    redirect(route.gate, layer.gate, ctx.origins)
     return 1
 
 
@@ -159,7 +162,7 @@ def _is_plain(route: RouteOp) -> bool:
     return route.order.data in PLAIN_ORDERS and route.correction is None and not route.options()
 
 
-def _before(value: SSAValue, op: Operation) -> bool:
+def _before(value: SSAValue, op: Operation, ctx: PassContext) -> bool:
     """Return whether a value exists before `op`; a constant is moved there if it does not."""
     owner = value.owner
     if not isinstance(owner, Operation) or owner.parent is not op.parent:
@@ -170,5 +173,5 @@ def _before(value: SSAValue, op: Operation) -> bool:
         return False
     copy = owner.clone()
     insert_before(op, copy)
-    replace(owner, list(copy.results))
+    replace(owner, list(copy.results), ctx.origins)
     return True

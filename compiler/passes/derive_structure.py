@@ -30,7 +30,7 @@ from compiler.dialects.dims import Dim
 from compiler.dialects.encoding import EncodingAttr, coordinate_bits
 from compiler.dialects.sp import ConstantOp, LinearOp
 from compiler.dialects.types import dtype_of, encoding_of, shape_of, tensor_type
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import operations
 from compiler.passes.rewriting import swap
 
@@ -49,7 +49,7 @@ class Structured:
 
 
 @dataclass(frozen=True)
-class DeriveStructure:
+class DeriveStructure(Pass):
     """Give weights of products blocked or n:m encodings.
 
     Attributes:
@@ -79,10 +79,10 @@ class DeriveStructure:
                 continue
             new = ctx.constants.add(found.weight) if found.loss else op.clone()
             typed = tensor_type(dtype_of(op.result), shape_of(op.result), found.encoding)
-            swap(op, new, ctx.names)
+            swap(op, new, ctx.origins)
             Rewriter.replace_value_with_new_type(new.result, typed)
             notes.append(
-                f"{ctx.names.near(new)}: {found.encoding.level_names[-1]}"
+                f"{ctx.origins.near(new)}: {found.encoding.level_names[-1]}"
                 f" {[size.data for size in found.encoding.block.data]}, density"
                 f" {found.density:.3f}, loss {found.loss:.3g} of {self.budget:g}"
             )

@@ -19,14 +19,14 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 
 from compiler.analysis.propagation import module_facts
 from compiler.analysis.sources import detected_sources
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions
 
 SOURCE: Final = "sp.source"
 
 
 @dataclass(frozen=True)
-class DetectSources:
+class DetectSources(Pass):
     """Write `sp.source` on every operation that makes zeros."""
 
     name: ClassVar[str] = "detect-sources"

@@ -28,7 +28,7 @@ from xdsl.ir import SSAValue
 from compiler.analysis.constants import Array
 from compiler.dialects.moe import ExpertsOp
 from compiler.dialects.sp import LinearOp
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations
 from compiler.passes.rewriting import erase_dead, insert_before, swap
 from compiler.quant.w4 import GROUP
@@ -39,7 +39,7 @@ _EXPERT_ACTS: Final = ("relu", _GATED)
 
 
 @dataclass(frozen=True)
-class DropDeadChannels:
+class DropDeadChannels(Pass):
     """Shrink feed-forward matrices and experts by their dead channels."""
 
     name: ClassVar[str] = "drop-dead-channels"
@@ -56,7 +56,7 @@ class DropDeadChannels:
             changed += bool(found)
             dropped += found
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         return PassResult(changed, (f"{dropped} channels",) if dropped else ())
 
 
@@ -94,8 +94,8 @@ def _linear(second: LinearOp, ctx: PassContext) -> int:
         act=first.act.data,
         storage=first.storage.data,
     )
-    ctx.names.inherit(narrow, first)
     insert_before(first, narrow)
+    ctx.origins.stands(first, [narrow])
     wide = LinearOp(
         narrow.result,
         values[1],
@@ -104,7 +104,7 @@ def _linear(second: LinearOp, ctx: PassContext) -> int:
         act=second.act.data,
         storage=second.storage.data,
     )
-    swap(second, wide, ctx.names)
+    swap(second, wide, ctx.origins)
     return len(dead) - len(kept)
 
 
@@ -146,7 +146,7 @@ def _experts(op: ExpertsOp, ctx: PassContext) -> int:
         act=op.act.data,
         **op.options(),
     )
-    swap(op, narrow, ctx.names)
+    swap(op, narrow, ctx.origins)
     return int(dead.shape[0] * (dead.shape[1] - count))
 
 

@@ -55,5 +55,5 @@ def need_chosen_experts(module: ModuleOp, ctx: PassContext) -> None:
         route = root(op.index).owner
         if isinstance(route, RouteOp):
             experts, held = (shape_of(v)[0].constant for v in (route.weight, op.w_in))
-            where = f"{ctx.names.near(op)}: the router of these experts"
+            where = f"{ctx.origins.near(op)}: the router of these experts"
             need_all(where, experts, set(range(held)), CUT_HINT)

@@ -31,16 +31,17 @@ from xdsl.dialects.func import FuncOp
 from compiler.analysis.fusion import Verdict, verdict_of
 from compiler.dialects.hw import CallOp
 from compiler.dialects.sp import ConstantOp
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import body, functions
 from compiler.passes.fusion_rules import FusionState, fuse_attention, fuse_moe, fuse_norm
 from compiler.passes.horizontal import shared_groups
+from compiler.passes.rewriting import erase
 
 MAX_DEPTH = 4
 
 
 @dataclass(frozen=True)
-class FuseGroups:
+class FuseGroups(Pass):
     """Fuse to at most `max_depth` members in a chain.
 
     Attributes:
@@ -64,7 +65,7 @@ class FuseGroups:
                 for op in list(body(func).ops):
                     if isinstance(op, CallOp) and op.parent is not None:
                         rule(op, state)
-            _erase_unread_constants(func)
+            _erase_unread_constants(func, ctx)
             found = Counter(state.groups)
             notes += [f"{func.sym_name.data}: {n} x {group}" for group, n in sorted(found.items())]
         after = [_calls(func) for func in programs]
@@ -85,7 +86,7 @@ def _calls(func: FuncOp) -> int:
     return sum(isinstance(op, CallOp) for op in body(func).ops)
 
 
-def _erase_unread_constants(func: FuncOp) -> None:
+def _erase_unread_constants(func: FuncOp, ctx: PassContext) -> None:
     for op in list(body(func).ops):
         if isinstance(op, ConstantOp) and op.result.first_use is None:
-            body(func).erase_op(op)
+            erase(op, ctx.origins)

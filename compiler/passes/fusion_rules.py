@@ -25,7 +25,7 @@ from compiler.passes.horizontal import (
     linear_of,
     runs_of,
 )
-from compiler.passes.rewriting import insert_before, replace
+from compiler.passes.rewriting import erase, insert_before, redirect, swap
 
 Params = dict[str, int | float]
 _MOE_ORDERS = frozenset(
@@ -75,8 +75,8 @@ def fuse_norm(op: CallOp, state: FusionState) -> None:
     params |= {"norm": int(settings["kind"]) + 1, "eps": settings["eps"]}
     weights = [op.weight(0), op.weight(1), norm.weight(0), norm.weight(1)]
     fused = CallOp(kind, [norm.argument(0), op.argument(1)], _trimmed(weights), params, _types(op))
-    _swap(op, fused, state)
-    _erase(norm)
+    swap(op, fused, state.ctx.origins)
+    erase(norm, state.ctx.origins)
     state.groups.append(f"NORM > {kind}: {verdict.value}")
 
 
@@ -107,13 +107,13 @@ def fuse_moe(op: CallOp, state: FusionState) -> None:
     types = [type_of(experts.outputs[0]), *(type_of(value) for value in route.outputs)]
     copies = [None if weight is None else _moved(weight, op) for weight in weights]
     fused = CallOp(Op.MOE_LAYER.name, [op.argument(0)], copies, params, types)
-    state.ctx.names.inherit(fused, route)
     insert_before(op, fused)
-    (add or experts).outputs[0].replace_all_uses_with(fused.outputs[0])
+    origins = state.ctx.origins
+    redirect((add or experts).outputs[0], fused.outputs[0], origins)
     for old, new in zip(route.outputs, fused.outputs[1:], strict=True):
-        old.replace_all_uses_with(new)
+        redirect(old, new, origins)
     for member in reversed(members):
-        _erase(member)
+        erase(member, origins)
     chain = " > ".join(member.op.data for member in members)
     state.groups.append(f"{chain}: {verdict.value}")
 
@@ -129,10 +129,14 @@ def fuse_attention(op: CallOp, state: FusionState) -> None:
     if len(packed) == len(parts):
         return
     slots: list[SSAValue | None] = [*packed, *[None] * (3 - len(packed)), op.argument(3)]
-    _swap(op, CallOp(op.op.data, _trimmed(slots), op.weights, op.parameters(), _types(op)), state)
+    swap(
+        op,
+        CallOp(op.op.data, _trimmed(slots), op.weights, op.parameters(), _types(op)),
+        state.ctx.origins,
+    )
     for part in parts:
         if isinstance(part.owner, CallOp) and part.first_use is None:
-            _erase(part.owner)
+            erase(part.owner, state.ctx.origins)
 
 
 def _rotating(op: CallOp, state: FusionState) -> CallOp:
@@ -158,9 +162,9 @@ def _rotating(op: CallOp, state: FusionState) -> CallOp:
     fused = CallOp(
         op.op.data, [*slots, first.argument(1)], first.weights, op.parameters(), _types(op)
     )
-    _swap(op, fused, state)
+    swap(op, fused, state.ctx.origins)
     for rope in found:
-        _erase(rope)
+        erase(rope, state.ctx.origins)
     state.groups.append(f"ROPE > ATTENTION: {verdict.value}")
     return fused
 
@@ -194,7 +198,9 @@ def _concatenated(run: list[SSAValue], attention: CallOp, state: FusionState) ->
     cols = shape_of(run[0])[1].constant
     for row in rows:
         params = row.parameters() | {"cols": cols}
-        _swap(row, CallOp(row.op.data, [fused.outputs[0]], [], params, _types(row)), state)
+        swap(
+            row, CallOp(row.op.data, [fused.outputs[0]], [], params, _types(row)), state.ctx.origins
+        )
     state.groups.append(f"{first.op.data} x{len(run)}: {verdict.value}")
     return [fused.outputs[0]]
 
@@ -209,8 +215,9 @@ def _side_by_side(linears: Sequence[CallOp], rows: Dim, state: FusionState) -> C
         weights.append(state.constant(bias, first))
     kind = tensor_type("float32", [rows, Dim(len(weight))])
     fused = CallOp(first.op.data, [first.argument(0)], weights, first.parameters(), [kind])
-    state.ctx.names.inherit(fused, first)
     insert_before(first, fused)
+    for linear in linears:
+        state.ctx.origins.stands(linear, [fused])
     return fused
 
 
@@ -285,15 +292,3 @@ def _trimmed(operands: Sequence[SSAValue | None]) -> list[SSAValue | None]:
 
 def _types(op: CallOp) -> list[Tensor]:
     return [type_of(value) for value in op.outputs]
-
-
-def _swap(op: CallOp, fused: CallOp, state: FusionState) -> None:
-    state.ctx.names.inherit(fused, op)
-    insert_before(op, fused)
-    replace(op, list(fused.outputs))
-
-
-def _erase(op: CallOp) -> None:
-    block = op.parent
-    assert block is not None
-    block.erase_op(op)

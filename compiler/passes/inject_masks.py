@@ -22,7 +22,7 @@ from compiler.analysis.constants import DIGEST_DIGITS
 from compiler.analysis.mask_moves import Bits
 from compiler.dialects.sp import ConstantOp
 from compiler.errors import MalformedModelError
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import operations
 from compiler.passes.rewriting import swap
 
@@ -72,7 +72,7 @@ def decode_masks(data: bytes) -> dict[str, Bits]:
 
 
 @dataclass(frozen=True)
-class InjectMasks:
+class InjectMasks(Pass):
     """Set the masked elements of constants to zero.
 
     Attributes:
@@ -108,7 +108,7 @@ class InjectMasks:
                     f"the mask of {digest} has shape {bits.shape}, the constant {array.shape}",
                     hint="make sparse_mask.bin again from these weights",
                 )
-            swap(op, ctx.constants.add(np.where(bits, array, array.dtype.type(0))), ctx.names)
+            swap(op, ctx.constants.add(np.where(bits, array, array.dtype.type(0))), ctx.origins)
             changed += 1
         if unknown := sorted(set(masks) - used):
             raise MalformedModelError(

@@ -27,9 +27,9 @@ from compiler.dialects.moe import ExpertsOp, RouteOp
 from compiler.dialects.movement import ReshapeOp, SliceOp
 from compiler.dialects.sp import BinaryOp, LinearOp, NormOp, SoftmaxOp, UnaryOp
 from compiler.dialects.types import dtype_of, shape_of, tensor_type
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations
-from compiler.passes.rewriting import erase_dead, insert_before, replace
+from compiler.passes.rewriting import erase, erase_dead, insert_before, replace
 
 ROW_OPERANDS: Final[Mapping[type[Operation], tuple[str, ...]]] = {
     LinearOp: ("x", "residual"),
@@ -44,35 +44,34 @@ ROW_OPERANDS: Final[Mapping[type[Operation], tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class LastRow:
+class LastRow(Pass):
     """Move slices of the last row towards the inputs."""
 
     name: ClassVar[str] = "last-row"
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Repeat until no slice moves; each move brings one closer to an input."""
-        del ctx
         changed = 0
-        while moved := sum(_move_up(op) for op in operations(module)):
+        while moved := sum(_move_up(op, ctx) for op in operations(module)):
             changed += moved
             for func in functions(module):
-                erase_dead(func)
+                erase_dead(func, ctx.origins)
         return PassResult(changed)
 
 
-def _move_up(op: Operation) -> int:
+def _move_up(op: Operation, ctx: PassContext) -> int:
     if not isinstance(op, SliceOp) or not _takes_last_row(op):
         return 0
     maker = op.x.owner
     if isinstance(maker, ReshapeOp):
-        return _through_view(op, maker)
+        return _through_view(op, maker, ctx)
     names = ROW_OPERANDS.get(type(maker)) if isinstance(maker, Operation) else None
     if names is None or not isinstance(maker, Operation):
         return 0
     slices = _all_slices(maker)
     if slices is None:
         return 0
-    _sink(maker, names, op)
+    _sink(maker, names, op, ctx)
     return 1
 
 
@@ -97,7 +96,7 @@ def _all_slices(maker: Operation) -> list[SliceOp] | None:
     return found
 
 
-def _through_view(op: SliceOp, view: ReshapeOp) -> int:
+def _through_view(op: SliceOp, view: ReshapeOp, ctx: PassContext) -> int:
     """Slice in front of a reshape that only adds or drops leading axes of size one."""
     source, target = shape_of(view.x), shape_of(view.result)
     if source[-2:] != target[-2:] or len(source) < 2:
@@ -108,11 +107,11 @@ def _through_view(op: SliceOp, view: ReshapeOp) -> int:
     row = SliceOp(view.x, axis, op.offset, Dim(1))
     back = ReshapeOp(row.result, shape_of(op.result))
     insert_before(op, row, back)
-    replace(op, [back.result])
+    replace(op, [back.result], ctx.origins)
     return 1
 
 
-def _sink(maker: Operation, names: tuple[str, ...], anchor: SliceOp) -> None:
+def _sink(maker: Operation, names: tuple[str, ...], anchor: SliceOp, ctx: PassContext) -> None:
     """Replace `maker` and the slices of it by `maker` on slices of its row operands."""
     rows = shape_of(anchor.x)[-2]
     row_values = [getattr(maker, name) for name in names]
@@ -121,6 +120,7 @@ def _sink(maker: Operation, names: tuple[str, ...], anchor: SliceOp) -> None:
         if any(operand is value for value in row_values):
             copy.operands[at] = _sliced(operand, rows, maker)
     insert_before(maker, copy)
+    ctx.origins.stands(maker, [copy])
     for at, result in enumerate(maker.results):
         shape = list(shape_of(result))
         shape[-2] = Dim(1)
@@ -128,9 +128,8 @@ def _sink(maker: Operation, names: tuple[str, ...], anchor: SliceOp) -> None:
             copy.results[at], tensor_type(dtype_of(result), shape)
         )
         for use in list(result.uses):
-            replace(use.operation, [value])
-    assert maker.parent is not None
-    maker.parent.erase_op(maker)
+            replace(use.operation, [value], ctx.origins)
+    erase(maker, ctx.origins)
 
 
 def _sliced(value: SSAValue, rows: Dim, anchor: Operation) -> SSAValue:

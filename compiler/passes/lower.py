@@ -68,7 +68,7 @@ class _Lowering:
     def program(self, func: FuncOp) -> Program:
         ids: dict[SSAValue, int] = {}
         inputs = {role: self._buffer(value, ids) for role, value in arguments(func)}
-        calls = [self._call(op, ids) for op in body(func).ops if isinstance(op, CallOp)]
+        calls = [self._call(op, ids) for op in calls_of(func)]
         outputs = {role: ids[value] for role, value in results(func)}
         return Program(func.sym_name.data, tuple(calls), inputs, outputs)
 
@@ -165,6 +165,11 @@ class _Lowering:
                 hint="all cached layers must have the same number and size of key heads",
             )
         self.kv = cache
+
+
+def calls_of(func: FuncOp) -> list[CallOp]:
+    """Return the calls of a program in the order in which they are lowered."""
+    return [op for op in body(func).ops if isinstance(op, CallOp)]
 
 
 def lower(module: ModuleOp, ctx: PassContext) -> Module:

@@ -15,7 +15,7 @@ from compiler.dialects.text import print_module
 from compiler.kernels.program import Module, ProgramError
 from compiler.passes.adapt_pruning import AdaptPruning
 from compiler.passes.assign_layouts import AssignLayouts
-from compiler.passes.base import ImportedPipeline, NodeNames, Pass, PassContext
+from compiler.passes.base import ImportedPipeline, Pass, PassContext
 from compiler.passes.canonicalise import Canonicalise
 from compiler.passes.compose import Compose
 from compiler.passes.decompose_moe import DecomposeMoe
@@ -27,7 +27,8 @@ from compiler.passes.fuse_groups import FuseGroups
 from compiler.passes.inject_masks import InjectMasks
 from compiler.passes.invariant import SparsityGuard
 from compiler.passes.last_row import LastRow
-from compiler.passes.lower import lower
+from compiler.passes.lower import calls_of, lower
+from compiler.passes.origins import UNREAD, Origins, Provenance, provenance
 from compiler.passes.plan_kv import PlanKv
 from compiler.passes.propagate_masks import PropagateMasks
 from compiler.passes.raise_attention import RaiseAttention
@@ -94,12 +95,14 @@ class LoweredPipeline:
         ir_text: Module text after each stage (`imported`, `raised`, `programs`, `kernels`).
         notes: What the passes did, one line each.
         sparsity: Per program, what zeros are proved and what they save (`analysis.savings`).
+        provenance: Which nodes of the files each call stands for.
     """
 
     module: Module
     ir_text: Mapping[str, str]
     notes: tuple[str, ...]
     sparsity: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Provenance = field(default_factory=lambda: provenance(Origins(), {}))
 
 
 def lower_pipeline(
@@ -133,7 +136,9 @@ def lower_pipeline(
         texts[stage] = print_module(module)
         if stage == "programs":
             sparsity = _sparsity(module, ctx)
-    return LoweredPipeline(lower(module, ctx), MappingProxyType(texts), tuple(notes), sparsity)
+    lowered = lower(module, ctx)
+    origins = provenance(ctx.origins, {f.sym_name.data: calls_of(f) for f in functions(module)})
+    return LoweredPipeline(lowered, MappingProxyType(texts), tuple(notes), sparsity, origins)
 
 
 def _configured(current: Pass, mask_section: bytes) -> Pass:
@@ -169,7 +174,8 @@ def run_passes(
     for current in passes:
         old = guard.before(module, ctx)
         result = current.run(module, ctx)
-        exact = not getattr(current, "changes_values", False)
+        ctx.origins.settle(module, f"{UNREAD}, {current.name} found")
+        exact = not current.changes_values
         guard.after(module, ctx, old, current.name, exact=exact)
         if verify:
             _verify(module, current.name)
@@ -189,8 +195,5 @@ def _verify(module: ModuleOp, after: str) -> None:
 
 def _copy(imported: ImportedPipeline) -> tuple[ModuleOp, PassContext]:
     module = imported.module.clone()
-    names = NodeNames()
-    for old, new in zip(imported.module.walk(), module.walk(), strict=True):
-        if old in imported.names.names:
-            names.names[new] = imported.names.names[old]
-    return module, PassContext(imported.spec, imported.constants, names)
+    origins = imported.origins.twin(imported.module, module)
+    return module, PassContext(imported.spec, imported.constants, origins)

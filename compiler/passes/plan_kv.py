@@ -19,13 +19,13 @@ from xdsl.dialects.builtin import DictionaryAttr, ModuleOp
 
 from compiler.dialects.hw import CallOp
 from compiler.dialects.properties import integer
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import operations
 from compiler.passes.pipeline_spec import KvWindow, PipelineSpec
 
 
 @dataclass(frozen=True)
-class PlanKv:
+class PlanKv(Pass):
     """Give every cached attention the submission's window."""
 
     name: ClassVar[str] = "plan-kv"

@@ -23,12 +23,12 @@ from compiler.analysis.propagation import module_facts
 from compiler.analysis.savings import is_annotated
 from compiler.dialects.encoding import EncodingAttr, coordinate_bits
 from compiler.dialects.types import dtype_of, encoding_of, shape_of, tensor_type
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, refresh_type
 
 
 @dataclass(frozen=True)
-class PropagateMasks:
+class PropagateMasks(Pass):
     """Give values with proved zeros the encoding (dense, ..., compressed) and their masks."""
 
     name: ClassVar[str] = "propagate-masks"

@@ -41,7 +41,7 @@ from compiler.dialects.mm import AttentionOp, KvAppendOp
 from compiler.dialects.movement import TransposeOp
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of, sizes_at
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations, role_of_argument
 from compiler.passes.match import attr, onnx
 from compiler.passes.rewriting import erase_dead, insert_before, replace, reshaped
@@ -79,7 +79,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class RaiseAttention:
+class RaiseAttention(Pass):
     """Recognise softmax(q k^T) v per head."""
 
     name: ClassVar[str] = "raise-attention"
@@ -89,7 +89,7 @@ class RaiseAttention:
         appended: dict[tuple[SSAValue, SSAValue], KvAppendOp] = {}
         changed = sum(_raise(op, ctx, appended) for op in operations(module))
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         return PassResult(changed)
 
 
@@ -124,7 +124,7 @@ def _raise(
         mask="causal" if scores.causal else "none",
     )
     insert_before(op, attention)
-    replace(op, [_split_heads(attention.result, q.heads, shape_of(op.outputs[0]), op)])
+    replace(op, [_split_heads(attention.result, q.heads, shape_of(op.outputs[0]), op)], ctx.origins)
     return 1
 
 

@@ -10,19 +10,21 @@ the file hands to the next call is the same thing. A file that says otherwise is
 from our cache would give other answers than its author measured.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import numpy as np
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.dialects.func import FuncOp
-from xdsl.ir import BlockArgument, SSAValue
+from xdsl.ir import BlockArgument, Operation, SSAValue
 
 from compiler.analysis.movement import Index, Trace, chain_symbols, trace
 from compiler.dialects.dims import witnesses
 from compiler.dialects.mm import KvAppendOp
+from compiler.dialects.movement import MOVEMENT_OPS
 from compiler.errors import MalformedModelError
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import arguments, body, functions, results, set_results
 from compiler.passes.raise_attention import cache_planes, first_layer, layers_of
 from compiler.passes.rewriting import erase_dead
@@ -31,7 +33,7 @@ _PAST_OF: Final = {"present_key": "past_key", "present_value": "past_value"}
 
 
 @dataclass(frozen=True)
-class RaiseCache:
+class RaiseCache(Pass):
     """Remove cache outputs that have been proven to be the cache."""
 
     name: ClassVar[str] = "raise-cache"
@@ -43,21 +45,43 @@ class RaiseCache:
             MalformedModelError: An output of role present_* is not past rows followed by new ones,
                 or a layer of the cache is never appended to.
         """
-        del ctx
         changed = 0
         for func in functions(module):
             outputs = results(func)
             present = [(role, value) for role, value in outputs if role in _PAST_OF]
             if not present:
                 continue
-            _check(func, present)
+            appends = _check(func, present)
+            for _, value in present:
+                _hand_over(value, appends.values(), ctx)
             set_results(func, [pair for pair in outputs if pair not in present])
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
             changed += len(present)
         return PassResult(changed)
 
 
-def _check(func: FuncOp, present: list[tuple[str, SSAValue]]) -> None:
+def _hand_over(value: SSAValue, appends: Collection[KvAppendOp], ctx: PassContext) -> None:
+    """Let appends stand for the movement that joined their rows to the past."""
+    readers: dict[SSAValue, list[Operation]] = {}
+    for append in appends:
+        for row in (*append.operands, *append.results):
+            readers.setdefault(row, []).append(append)
+
+    def heirs(part: SSAValue) -> list[Operation]:
+        if part not in readers:
+            readers[part] = []
+            owner = part.owner
+            if isinstance(owner, MOVEMENT_OPS):
+                found = [heir for operand in owner.operands for heir in heirs(operand)]
+                readers[part] = list(dict.fromkeys(found))
+                ctx.origins.stands(owner, readers[part])
+        return readers[part]
+
+    heirs(value)
+
+
+def _check(func: FuncOp, present: list[tuple[str, SSAValue]]) -> dict[int, KvAppendOp]:
+    """Return the appends by layer."""
     appends = {op.layer.value.data: op for op in body(func).ops if isinstance(op, KvAppendOp)}
     layers = sum(layers_of(value) for role, value in arguments(func) if role == "past_key")
     if sorted(appends) != list(range(layers)):
@@ -79,6 +103,7 @@ def _check(func: FuncOp, present: list[tuple[str, SSAValue]]) -> None:
         raise MalformedModelError(
             f"{func.sym_name.data}: cache outputs cover {counted} of {layers} layers"
         )
+    return appends
 
 
 def _layers_in(value: SSAValue, role: str, first: int, appends: dict[int, KvAppendOp]) -> int:

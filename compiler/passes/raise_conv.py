@@ -24,14 +24,14 @@ from compiler.dialects.dims import Dim
 from compiler.dialects.movement import ReshapeOp, TransposeOp
 from compiler.dialects.sp import Conv2dOp, OnnxOp
 from compiler.dialects.types import shape_of
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations
 from compiler.passes.match import attr, onnx, single_use
 from compiler.passes.rewriting import erase_dead, insert_before, replace
 
 
 @dataclass(frozen=True)
-class RaiseConv:
+class RaiseConv(Pass):
     """Recognise plain 2-D convolutions and a ReLU behind them."""
 
     name: ClassVar[str] = "raise-conv"
@@ -40,7 +40,7 @@ class RaiseConv:
         """Rewrite every matching Conv."""
         changed = sum(_raise(op, ctx) for op in operations(module))
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         return PassResult(changed)
 
 
@@ -72,7 +72,7 @@ def _raise(op: Operation, ctx: PassContext) -> int:
     back = TransposeOp(conv.result, [1, 0])
     image = ReshapeOp(back.result, shape_of(end.results[0]))
     insert_before(end, planes, rows, *constants, conv, back, image)
-    replace(end, [image.result])
+    replace(end, [image.result], ctx.origins)
     return 1
 
 

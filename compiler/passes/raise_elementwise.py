@@ -20,7 +20,7 @@ from xdsl.ir import Operation, SSAValue
 
 from compiler.dialects.sp import BinaryOp, EmbedOp, OnnxOp, SoftmaxOp, UnaryOp
 from compiler.dialects.types import dtype_of, shape_of
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations
 from compiler.passes.match import Bind, attr, find, node, single_use
 from compiler.passes.rewriting import erase_dead, swap
@@ -40,7 +40,7 @@ _SILU: Final = node("Mul", Bind("x"), node("Sigmoid", Bind("x")))
 
 
 @dataclass(frozen=True)
-class RaiseElementwise:
+class RaiseElementwise(Pass):
     """One-to-one raising of operators with a kernel of their own."""
 
     name: ClassVar[str] = "raise-elementwise"
@@ -51,11 +51,11 @@ class RaiseElementwise:
         for op in operations(module):
             changed += _silu(op, ctx)
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         for op in operations(module):
             changed += _raise(op, ctx)
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         return PassResult(changed)
 
 
@@ -63,7 +63,7 @@ def _silu(op: Operation, ctx: PassContext) -> int:
     env = find(_SILU, op.results[0], ctx.constants) if isinstance(op, OnnxOp) else None
     if env is None:
         return 0
-    swap(op, UnaryOp(env["x"], kind="silu"), ctx.names)
+    swap(op, UnaryOp(env["x"], kind="silu"), ctx.origins)
     return 1
 
 
@@ -78,7 +78,7 @@ def _raise(op: Operation, ctx: PassContext) -> int:
     if kind in _BINARY:
         return _binary(op, _BINARY[kind], ctx)
     if kind == "Softmax" and attr(op, "axis") == len(shape_of(op.arguments[0])) - 1:
-        swap(op, SoftmaxOp(op.arguments[0]), ctx.names)
+        swap(op, SoftmaxOp(op.arguments[0]), ctx.origins)
         return 1
     if kind == "Gather":
         return _embed(op, ctx)
@@ -92,9 +92,9 @@ def _unary(op: OnnxOp, kind: str, ctx: PassContext) -> int:
     if kind == "relu" and fusible:
         assert isinstance(behind, BinaryOp)
         fused = BinaryOp(behind.a, behind.b, kind=behind.kind.data, act="relu")
-        swap(op, fused, ctx.names)
+        swap(op, fused, ctx.origins)
         return 1
-    swap(op, UnaryOp(x, kind=kind), ctx.names)
+    swap(op, UnaryOp(x, kind=kind), ctx.origins)
     return 1
 
 
@@ -107,7 +107,7 @@ def _binary(op: OnnxOp, kind: str, ctx: PassContext) -> int:
             a, b = b, a
         else:
             return 0
-    swap(op, BinaryOp(a, b, kind=kind), ctx.names)
+    swap(op, BinaryOp(a, b, kind=kind), ctx.origins)
     return 1
 
 
@@ -122,5 +122,5 @@ def _embed(op: OnnxOp, ctx: PassContext) -> int:
         return 0
     if dtype_of(ids) not in ("int64", "int32"):
         return 0
-    swap(op, EmbedOp(ids, table), ctx.names)
+    swap(op, EmbedOp(ids, table), ctx.origins)
     return 1

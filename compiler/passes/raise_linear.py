@@ -22,17 +22,17 @@ from xdsl.ir import Operation, SSAValue
 from compiler.analysis.constants import Array
 from compiler.dialects.sp import ConstantOp, LinearOp, OnnxOp
 from compiler.dialects.types import shape_of
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations
 from compiler.passes.match import Bind, attr, find, node
 from compiler.passes.pipeline_spec import QUANTISE_W4
-from compiler.passes.rewriting import erase_dead, insert_before, swap
+from compiler.passes.rewriting import erase, erase_dead, insert_before, swap
 
 _SILU = node("Mul", Bind("x"), node("Sigmoid", Bind("x")))
 
 
 @dataclass(frozen=True)
-class RaiseLinear:
+class RaiseLinear(Pass):
     """MatMul and Gemm with constant weights, then bias, activation and residual.
 
     Attributes:
@@ -52,11 +52,11 @@ class RaiseLinear:
         for op in operations(module):
             changed += self._raise(op, ctx)
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         for op in operations(module):
             changed += any(fuse(op, ctx) for fuse in (_fuse_bias, _fuse_act, _fuse_residual))
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         return PassResult(changed)
 
     def _raise(self, op: Operation, ctx: PassContext) -> int:
@@ -79,7 +79,7 @@ class RaiseLinear:
             storage="w4" if fits else "f32",
         )
         insert_before(op, *new)
-        swap(op, linear, ctx.names)
+        swap(op, linear, ctx.origins)
         return 1
 
 
@@ -196,6 +196,6 @@ def _absorb(
         act=act if act is not None else linear.act.data,
         storage=linear.storage.data,
     )
-    swap(op, fused, ctx.names)
+    swap(op, fused, ctx.origins)
     if linear.result.first_use is None and linear.parent is not None:
-        linear.parent.erase_op(linear)
+        erase(linear, ctx.origins)

@@ -32,7 +32,7 @@ from compiler.dialects.moe import GATED_ACTS, ExpertsOp, RouteOp
 from compiler.dialects.properties import integer
 from compiler.dialects.sp import LinearOp, OnnxOp
 from compiler.dialects.types import shape_of, sizes_at, tensor_type
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.contrib_weights import CONTRIB_OPS, INTERLEAVED, read_experts
 from compiler.passes.functions import functions, operations
 from compiler.passes.judge import bind, run_model, run_source, sample_rows
@@ -52,7 +52,7 @@ and of accuracy level 4 multiply with int8 activations."""
 
 
 @dataclass(frozen=True)
-class RaiseMoeContrib:
+class RaiseMoeContrib(Pass):
     """Split contrib mixtures into routing and experts."""
 
     name: ClassVar[str] = "raise-moe-contrib"
@@ -65,12 +65,12 @@ class RaiseMoeContrib:
             if isinstance(op, OnnxOp) and op.op.data in CONTRIB_OPS:
                 changed += _raise(op, ctx, notes)
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         return PassResult(changed, tuple(notes))
 
 
 def _raise(op: OnnxOp, ctx: PassContext, notes: list[str]) -> int:
-    where = f"{ctx.names.of(op)} ({op.op.data})"
+    where = f"{ctx.origins.near(op)} ({op.op.data})"
     experts = read_experts(op, ctx.constants)
     if isinstance(experts, str):
         notes.append(f"{where} stays as it is: {experts}")
@@ -191,8 +191,7 @@ def _emit(op: OnnxOp, found: Experts, index: SSAValue, gate: SSAValue, ctx: Pass
     x = reshaped(op.arguments[0], (rows, Dim(found.w_out.shape[1])), op)
     experts = ExpertsOp(x, index, gate, w_in, w_out, b_in, b_out, act=found.act, **found.options)
     insert_before(op, experts)
-    ctx.names.inherit(experts, op)
-    replace(op, [reshaped(experts.result, shape_of(op.outputs[0]), op)])
+    replace(op, [reshaped(experts.result, shape_of(op.outputs[0]), op)], ctx.origins)
 
 
 # --- judge ---------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from compiler.dialects.moe import ExpertsOp
 from compiler.dialects.movement import MOVEMENT_OPS
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of, sizes_at
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations
 from compiler.passes.hypotheses import expert_candidates
 from compiler.passes.judge import agrees, bind, sample_choices, sample_rows, source_of
@@ -56,7 +56,7 @@ MAX_RUNS: Final = 12
 
 
 @dataclass(frozen=True)
-class RaiseMoeExperts:
+class RaiseMoeExperts(Pass):
     """Recognise mixtures of experts from the sum that ends them."""
 
     name: ClassVar[str] = "raise-moe-experts"
@@ -66,7 +66,7 @@ class RaiseMoeExperts:
         notes: list[str] = []
         changed = sum(_raise(op, ctx, notes) for op in operations(module))
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         return PassResult(changed, tuple(notes))
 
 
@@ -105,7 +105,7 @@ def _raise(op: Operation, ctx: PassContext, notes: list[str]) -> int:
     if mixture is None:
         return 0
     found = judged(mixture, ctx.constants)
-    where = ctx.names.near(total)
+    where = ctx.origins.near(total)
     if found is None:
         notes.append(f"{where}: looks like experts, but no reading of it agrees with ONNX Runtime")
         return 0
@@ -253,5 +253,4 @@ def _emit(mixture: _Mixture, found: Experts, ctx: PassContext) -> None:
         **found.options,
     )
     insert_before(total, experts)
-    ctx.names.inherit(experts, total)
-    replace(total, [reshaped(experts.result, shape_of(total.outputs[0]), total)])
+    replace(total, [reshaped(experts.result, shape_of(total.outputs[0]), total)], ctx.origins)

@@ -21,14 +21,14 @@ from xdsl.ir import Operation
 from compiler.dialects.moe import ExpertsOp, RouteOp
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations
 from compiler.passes.match import attr
 from compiler.passes.rewriting import erase_dead, insert_before, swap
 
 
 @dataclass(frozen=True)
-class RaiseMoeNative:
+class RaiseMoeNative(Pass):
     """One-to-one raising of MoERouter and MoEExpert."""
 
     name: ClassVar[str] = "raise-moe-native"
@@ -42,7 +42,7 @@ class RaiseMoeNative:
             elif isinstance(op, OnnxOp) and op.op.data == "ai.sparsefleet::MoEExpert":
                 changed += _experts(op, ctx)
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         return PassResult(changed)
 
 
@@ -60,7 +60,7 @@ def _route(op: OnnxOp, ctx: PassContext) -> int:
         return 0
     insert_before(op, *new)
     bias_operand = new[0].results[0] if new else None
-    swap(op, RouteOp(x, weight, bias_operand, k=k, order="topk_softmax"), ctx.names)
+    swap(op, RouteOp(x, weight, bias_operand, k=k, order="topk_softmax"), ctx.origins)
     return 1
 
 
@@ -69,5 +69,5 @@ def _experts(op: OnnxOp, ctx: PassContext) -> int:
     arrays = (ctx.constants.get(w_in), ctx.constants.get(w_out))
     if any(array is None or array.ndim != 3 for array in arrays):
         return 0
-    swap(op, ExpertsOp(x, index, gate, w_in, w_out, act="relu"), ctx.names)
+    swap(op, ExpertsOp(x, index, gate, w_in, w_out, act="relu"), ctx.origins)
     return 1

@@ -27,13 +27,13 @@ from compiler.dialects.dims import Dim
 from compiler.dialects.moe import ExpertsOp, RouteOp
 from compiler.dialects.sp import ConstantOp, LinearOp, OnnxOp
 from compiler.dialects.types import shape_of, sizes_at
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.expert_count import need_chosen_experts
 from compiler.passes.functions import functions, operations
 from compiler.passes.judge import agrees, bind, run_source, sample_rows
 from compiler.passes.match import attr
 from compiler.passes.match_experts import leading, root
-from compiler.passes.rewriting import erase_dead, insert_before, reshaped
+from compiler.passes.rewriting import erase_dead, insert_before, redirect, reshaped
 from compiler.passes.slices import backward, run_time_leaves
 
 MARGIN: Final = 1e-5
@@ -44,7 +44,7 @@ _COMPARISONS: Final = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqu
 
 
 @dataclass(frozen=True)
-class RaiseMoeRouter:
+class RaiseMoeRouter(Pass):
     """Recognise the routers of raised experts."""
 
     name: ClassVar[str] = "raise-moe-router"
@@ -62,7 +62,7 @@ class RaiseMoeRouter:
             if isinstance(op, ExpertsOp):
                 changed += _raise(op, ctx, notes)
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         need_chosen_experts(module, ctx)
         return PassResult(changed, tuple(notes))
 
@@ -85,7 +85,7 @@ def _raise(experts: ExpertsOp, ctx: PassContext, notes: list[str]) -> int:
     found = _slice(experts)
     if found is None:
         return 0
-    where = ctx.names.near(found.linear)
+    where = ctx.origins.near(found.linear)
     router = _judged(found, ctx.constants)
     if router is None:
         notes.append(f"{where}: no reading of this router agrees with ONNX Runtime")
@@ -261,6 +261,6 @@ def _emit(found: _Slice, router: Router, ctx: PassContext) -> None:
         x, linear.weight, linear.bias, correction, k=router.k, order=router.order, **router.options
     )
     insert_before(anchor, new)
-    ctx.names.inherit(new, linear)
+    ctx.origins.stands(linear, [new])
     for old, value in ((found.index, new.index), (found.gate, new.gate)):
-        old.replace_all_uses_with(reshaped(value, shape_of(old), anchor))
+        redirect(old, reshaped(value, shape_of(old), anchor), ctx.origins)

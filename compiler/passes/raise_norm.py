@@ -20,7 +20,7 @@ from xdsl.ir import Operation, SSAValue
 
 from compiler.dialects.sp import ConstantOp, NormOp, OnnxOp
 from compiler.dialects.types import shape_of
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations
 from compiler.passes.match import (
     Bind,
@@ -34,7 +34,7 @@ from compiler.passes.match import (
     onnx,
     single_use,
 )
-from compiler.passes.rewriting import erase_dead, insert_before, replace
+from compiler.passes.rewriting import erase_dead, insert_before, redirect, replace
 
 
 def _square(of: Pattern) -> Pattern:
@@ -64,7 +64,7 @@ _LAYER: Final = _divided_by_root(
 
 
 @dataclass(frozen=True)
-class RaiseNorm:
+class RaiseNorm(Pass):
     """Recognise RMS and layer normalisation over the last axis."""
 
     name: ClassVar[str] = "raise-norm"
@@ -75,7 +75,7 @@ class RaiseNorm:
         for op in operations(module):
             changed += _raise_whole(op, ctx) or _raise_decomposed(op, ctx)
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         return PassResult(changed)
 
 
@@ -96,7 +96,7 @@ def _raise_whole(op: Operation, ctx: PassContext) -> int:
     assert isinstance(eps, float)
     norm = NormOp(op.arguments[0], gamma.result, beta.result if beta else None, kind=kind, eps=eps)
     insert_before(op, *([gamma, beta] if beta else [gamma]), norm)
-    op.outputs[0].replace_all_uses_with(norm.result)
+    redirect(op.outputs[0], norm.result, ctx.origins)
     return 1
 
 
@@ -134,7 +134,7 @@ def _emit(core: OnnxOp, kind: str, env: Env, ctx: PassContext) -> None:
     assert eps is not None
     norm = NormOp(x, gamma.result, beta.result if beta else None, kind=kind, eps=eps)
     insert_before(end, *([gamma, beta] if beta else [gamma]), norm)
-    replace(end, [norm.result])
+    replace(end, [norm.result], ctx.origins)
 
 
 def _following_vector(

@@ -25,7 +25,7 @@ from compiler.dialects.dims import Dim, witnesses
 from compiler.dialects.mm import AttentionRowOp, PruneOp
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations
 from compiler.passes.match import attr
 from compiler.passes.raise_attention import Scores, softmax_scores
@@ -46,7 +46,7 @@ class _Row:
 
 
 @dataclass(frozen=True)
-class RaisePrune:
+class RaisePrune(Pass):
     """Recognise DynamicPrune over the attention probabilities of one row."""
 
     name: ClassVar[str] = "raise-prune"
@@ -55,7 +55,7 @@ class RaisePrune:
         """Rewrite every DynamicPrune whose scores are attention of one row."""
         changed = sum(_raise(op, ctx) for op in operations(module))
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         return PassResult(changed)
 
 
@@ -77,7 +77,7 @@ def _raise(op: Operation, ctx: PassContext) -> int:
     prune = PruneOp(tokens, attention.result, k=k, score_offset=SKIPPED_KEYS)
     insert_before(op, attention, prune)
     index = reshaped(prune.index, shape_of(op.outputs[1]), op)
-    replace(op, [prune.kept, index])
+    replace(op, [prune.kept, index], ctx.origins)
     return 1
 
 

@@ -31,7 +31,7 @@ from compiler.dialects.mm import RopeOp
 from compiler.dialects.movement import ConcatOp, SliceOp
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of, sizes_at, symbols_of
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations, role_of_argument
 from compiler.passes.match import Bind, Env, Pattern, find, node, onnx
 from compiler.passes.rewriting import erase_dead, insert_before, rebuild_chain, replace, reshaped
@@ -84,7 +84,7 @@ class _Proof:
 
 
 @dataclass(frozen=True)
-class RaiseRope:
+class RaiseRope(Pass):
     """Recognise half-split rotations whose tables are computed in the graph."""
 
     name: ClassVar[str] = "raise-rope"
@@ -93,7 +93,7 @@ class RaiseRope:
         """Rewrite every rotation that is proven."""
         changed = sum(_raise(op, ctx) for op in operations(module))
         for func in functions(module):
-            erase_dead(func)
+            erase_dead(func, ctx.origins)
         return PassResult(changed)
 
 
@@ -108,10 +108,9 @@ def _raise(op: Operation, ctx: PassContext) -> int:
         frequencies = ctx.constants.add(np.where(proof.sections == section, proof.inv_freq, 0))
         positions = _position_row(proof.positions, int(section), op)
         rope = RopeOp(rows, positions, frequencies.result, heads=heads)
-        ctx.names.inherit(rope, op)
         insert_before(op, frequencies, rope)
         rows = rope.result
-    replace(op, [rebuild_chain(rotation.x, {proof.rows: rows}, op)])
+    replace(op, [rebuild_chain(rotation.x, {proof.rows: rows}, op)], ctx.origins)
     return 1
 
 

@@ -1,4 +1,8 @@
-"""Edits that passes share: insert, replace, erase what is dead, clone a movement chain."""
+"""Edits that passes share: insert, replace, erase what is dead, clone a movement chain.
+
+Whatever takes an operation away or puts another in its place goes through here, because it has to
+be reported to `compiler.passes.origins`; a test holds all passes to it.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,8 +13,8 @@ from xdsl.traits import Pure
 from compiler.dialects.dims import Dim
 from compiler.dialects.movement import MOVEMENT_OPS, ReshapeOp
 from compiler.dialects.types import shape_of
-from compiler.passes.base import NodeNames
 from compiler.passes.functions import body
+from compiler.passes.origins import Origins
 
 
 def insert_before(anchor: Operation, *new: Operation) -> None:
@@ -20,20 +24,38 @@ def insert_before(anchor: Operation, *new: Operation) -> None:
     block.insert_ops_before(list(new), anchor)
 
 
-def replace(op: Operation, values: Sequence[SSAValue]) -> None:
+def replace(op: Operation, values: Sequence[SSAValue], origins: Origins) -> None:
     """Let every user of `op` read `values` instead and erase it."""
+    origins.replaced(op, values)
     for result, value in zip(op.results, values, strict=True):
         result.replace_all_uses_with(value)
+    _drop(op)
+
+
+def swap(op: Operation, new: Operation, origins: Origins) -> None:
+    """Put `new` in the place of `op`; results correspond one to one."""
+    origins.stands(op, [new])
+    insert_before(op, new)
+    replace(op, list(new.results), origins)
+
+
+def redirect(old: SSAValue, new: SSAValue, origins: Origins) -> None:
+    """Let every user of `old` read `new`; what made `old` stays until it is found dead."""
+    if isinstance(old.owner, Operation) and isinstance(new.owner, Operation):
+        origins.stands(old.owner, [new.owner])
+    old.replace_all_uses_with(new)
+
+
+def erase(op: Operation, origins: Origins) -> None:
+    """Erase an operation whose results nobody reads."""
+    origins.erased(op)
+    _drop(op)
+
+
+def _drop(op: Operation) -> None:
     block = op.parent
     assert block is not None
     block.erase_op(op)
-
-
-def swap(op: Operation, new: Operation, names: NodeNames) -> None:
-    """Put `new` in the place of `op`, name included; results correspond one to one."""
-    names.inherit(new, op)
-    insert_before(op, new)
-    replace(op, list(new.results))
 
 
 def is_pure(op: Operation) -> bool:
@@ -41,12 +63,12 @@ def is_pure(op: Operation) -> bool:
     return op.has_trait(Pure())
 
 
-def erase_dead(func: FuncOp) -> int:
+def erase_dead(func: FuncOp, origins: Origins) -> int:
     """Erase pure operations whose results nobody reads; return how many."""
     erased = 0
     for op in reversed(list(body(func).ops)):
         if is_pure(op) and all(result.first_use is None for result in op.results):
-            body(func).erase_op(op)
+            erase(op, origins)
             erased += 1
     return erased
 

@@ -27,7 +27,7 @@ from compiler.dialects.types import Tensor, dtype_of, encoding_of, shape_of
 from compiler.errors import UnsupportedOperatorError
 from compiler.kernels.program import Op
 from compiler.kernels.registry import KERNELS
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.compose import SEE
 from compiler.passes.functions import (
     arguments,
@@ -48,7 +48,7 @@ COLUMN_ROLES: Final = frozenset({"token_ids", *POSITION_ROWS})
 
 
 @dataclass(frozen=True)
-class SelectKernels:
+class SelectKernels(Pass):
     """Replace every operation by calls, or refuse it."""
 
     name: ClassVar[str] = "select-kernels"
@@ -88,8 +88,9 @@ def _select(func: FuncOp, ctx: PassContext) -> FuncOp:
         selection.current = op
         if isinstance(op, KvAppendOp) and op.layer.value.data not in selection.cached:
             append_only(op, selection)
-    outputs = [(role, selection.matrix(value)) for role, value in results(func)]
+    outputs = [(role, _output(value, selection)) for role, value in results(func)]
     _erase_unread(selection.block, {value for _, value in outputs if value is not None})
+    _hand_over(func, selection)
     selection.block.add_op(ReturnOp(*(value for _, value in outputs if value is not None)))
     program = FuncOp(
         func.sym_name.data,
@@ -100,6 +101,34 @@ def _select(func: FuncOp, ctx: PassContext) -> FuncOp:
     )
     refresh_type(program)
     return program
+
+
+def _output(value: SSAValue, selection: Selection) -> SSAValue | None:
+    """Return the matrix of a result, made now if it is only a view."""
+    if isinstance(value.owner, Operation):
+        selection.current = value.owner
+    return selection.matrix(value)
+
+
+def _hand_over(func: FuncOp, selection: Selection) -> None:
+    """Give the nodes of every operation to the calls that do its work.
+
+    An operation without a call is a view, or was taken into the calls of its readers: these stand
+    for it. If only the caller reads it, the calls that it reads do.
+    """
+    origins = selection.ctx.origins
+    ops = [op for op in body(func).ops if not isinstance(op, ConstantOp | ReturnOp)]
+    calls = {op: [c for c in selection.made.get(op, ()) if c.parent is not None] for op in ops}
+    for op in reversed(ops):
+        if not calls[op]:
+            users = [use.operation for result in op.results for use in result.uses]
+            calls[op] = [call for user in users for call in calls.get(user, ())]
+    for op in ops:
+        if not calls[op]:
+            makers = [v.owner for v in op.operands if isinstance(v.owner, Operation)]
+            calls[op] = [call for maker in makers for call in calls.get(maker, ())]
+        for call in dict.fromkeys(calls[op]):
+            origins.give(call, origins.of(op))
 
 
 def _erase_unread(block: Block, kept: set[SSAValue]) -> None:

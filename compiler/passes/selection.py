@@ -38,10 +38,11 @@ class Selection:
     """Calls of one program under construction.
 
     Attributes:
-        ctx: Constants and node names.
+        ctx: Constants and origins.
         block: The new body.
         matrices: For each tensor of the old body, the matrix that holds it.
         current: The operation that is being mapped.
+        made: The calls that mapping an operation appended.
         constants: Constants of the new body by content.
         cached: Cache layers that a call already appends to.
         views: Tensors that reference calls made or moved, where their elements are.
@@ -53,6 +54,7 @@ class Selection:
     block: Block = field(default_factory=Block)
     matrices: dict[SSAValue, SSAValue] = field(default_factory=dict)
     current: Operation | None = None
+    made: dict[Operation, list[CallOp]] = field(default_factory=dict)
     constants: dict[str, SSAValue] = field(default_factory=dict)
     cached: set[int] = field(default_factory=set)
     views: dict[SSAValue, object] = field(default_factory=dict)
@@ -121,6 +123,8 @@ class Selection:
         except OperandError as error:
             self.refuse(str(error))
         self.block.add_op(call)
+        if self.current is not None:
+            self.made.setdefault(self.current, []).append(call)
         return list(call.outputs)
 
     def refuse(self, reason: str) -> NoReturn:
@@ -139,6 +143,6 @@ def refuse(op: Operation, ctx: PassContext, reason: str) -> NoReturn:
         case _:
             kind = op.name.split(".")[-1].capitalize()
     raise UnsupportedOperatorError(
-        f"operator {kind} (node {ctx.names.near(op)}): {reason}",
+        f"{ctx.origins.where(op, kind)}: {reason}",
         hint="compiled are: " + "; ".join(SUPPORTED),
     )

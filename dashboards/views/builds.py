@@ -15,7 +15,7 @@ from builds.services.jobs import build_retry as retry
 from builds.states import BUILD_FINAL, BUILD_TRANSITIONS, BuildEvent, BuildState
 from dashboards.pages import page, show
 from dashboards.paging import slice_below
-from dashboards.plans import KEYS, plan_picture, plan_tables, sparsity_tables
+from dashboards.plans import KEYS, fate_tables, plan_picture, plan_tables, sparsity_tables
 from dashboards.reports import Report, report_of
 
 
@@ -36,7 +36,12 @@ def _detail(request: HttpRequest, actor: Actor, build_id: int) -> HttpResponse:
         "worker": build.job.lease_owner or _last_worker(build.job),
         "plan": plan_picture(build.job.report),
         "plan_tables": Report(
-            (), (*plan_tables(build.job.report), *sparsity_tables(build.job.report))
+            (),
+            (
+                *plan_tables(build.job.report),
+                *fate_tables(build.job.report),
+                *sparsity_tables(build.job.report),
+            ),
         ),
         "report": report_of(build.job.report, without=KEYS),
         "can_retry": (BuildState(build.job.state), BuildEvent.RETRY) in BUILD_TRANSITIONS,

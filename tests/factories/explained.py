@@ -23,7 +23,16 @@ def explained_report() -> dict[str, Any]:
         program.name: [1e-6 * (at + 1) for at in range(len(program.calls))]
         for program in plan.programs
     }
-    document = explain_document(plan, find_target("x86-64-v3"), SelfTest((), {}), times)
+    nodes = [
+        ["decoder", f"/layers.{at}/<{program.name}>/MatMul", "MatMul", "call", ""]
+        for program in plan.programs
+        for at in range(len(program.calls))
+    ]
+    numbers = iter(range(len(nodes)))
+    calls = {program.name: [[next(numbers)] for _ in program.calls] for program in plan.programs}
+    nodes.append(["decoder", "/Constant", "Constant", "folded", "known"])
+    origins = {"nodes": nodes, "calls": calls}
+    document = explain_document(plan, find_target("x86-64-v3"), SelfTest((), {}), times, origins)
     sparsity = {
         "step": {
             "sources": [{"number": 0, "kind": "route", "granularity": "block"}],

@@ -20,8 +20,9 @@ from compiler.driver.commands.base import (
 )
 from compiler.driver.explain.document import explain_document
 from compiler.driver.explain.picture import picture
+from compiler.driver.explain.sources import origins_of
 from compiler.driver.explain.svg import svg_text
-from compiler.driver.explain.text import explain_lines
+from compiler.driver.explain.text import explain_lines, node_lines
 from compiler.driver.native_check import runs_here, take_times
 from compiler.hardware.targets import find_target
 
@@ -31,6 +32,9 @@ TIMEOUT_SECONDS: Final = 120.0
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, help="directory written by `compile`")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the plan into a file")
+    parser.add_argument(
+        "--node", metavar="TEXT", help="say only what became of nodes whose name contains TEXT"
+    )
     parser.add_argument(
         "--measure", action="store_true", help="take the times of the calls again, on this machine"
     )
@@ -44,9 +48,11 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
     explained = report.get("explained")
     if options.measure or explained is None:
         console.progress("times", 0.0)
-        explained = _explained(sections, manifest.target, measure=options.measure)
+        explained = _explained(sections, manifest.target, explained, measure=options.measure)
     if options.svg is not None:
         write_atomic(options.svg, svg_text(picture(explained)).encode(), is_durable=False)
+    if options.node is not None:
+        return Answer(_nodes(explained, options.node), {**report, "explained": explained})
     lines = [
         f"{manifest.model} {manifest.version} for {manifest.target}, "
         f"{shown_bytes(manifest.total_bytes)}",
@@ -56,7 +62,25 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
     return Answer(lines, {**report, "explained": explained})
 
 
-def _explained(sections: Mapping[str, bytes], target_id: str, *, measure: bool) -> dict[str, Any]:
+def _nodes(explained: Mapping[str, Any], wanted: str) -> list[str]:
+    """Return lines about nodes of the files.
+
+    Raises:
+        UsageError: No node has such a name.
+    """
+    lines = list(node_lines(explained, wanted))
+    if not lines:
+        raise UsageError(
+            f"no node of the model's files has {wanted!r} in its name",
+            hint="take a part of a name as it stands in the ONNX file; names are kept by reports"
+            " of this version of the compiler and later ones",
+        )
+    return lines
+
+
+def _explained(
+    sections: Mapping[str, bytes], target_id: str, old: Mapping[str, Any] | None, *, measure: bool
+) -> dict[str, Any]:
     target, times = find_target(target_id), None
     if measure:
         if not runs_here(target):
@@ -66,7 +90,8 @@ def _explained(sections: Mapping[str, bytes], target_id: str, *, measure: bool) 
         with scratch_directory() as folder:
             times = take_times(folder, sections, TIMEOUT_SECONDS)
     selftest = parse_selftest(sections["selftest"])
-    return dict(explain_document(parse_plan(sections["plan"]), target, selftest, times))
+    origins = origins_of(old or {})
+    return dict(explain_document(parse_plan(sections["plan"]), target, selftest, times, origins))
 
 
 COMMAND = Command(

@@ -15,6 +15,7 @@ from compiler.contract.plan_format import DTYPE_BYTES, Direction, Kind
 from compiler.contract.selftest import SelfTest
 from compiler.driver.explain.costs import CallCost, Situation, costs, expected_cycles
 from compiler.driver.explain.repeats import Segment, segments
+from compiler.driver.explain.sources import call_nodes, fates
 from compiler.driver.profile import representatives
 from compiler.hardware.targets import Target
 from compiler.kernels.naming import kernel_name
@@ -58,7 +59,11 @@ def _tokens(plan: Plan, name: str, inputs: Mapping[str, bytes]) -> int:
 
 
 def explain_document(
-    plan: Plan, target: Target, selftest: SelfTest, times: Times | None = None
+    plan: Plan,
+    target: Target,
+    selftest: SelfTest,
+    times: Times | None = None,
+    origins: Json = None,
 ) -> dict[str, Json]:
     """Return the document.
 
@@ -67,16 +72,30 @@ def explain_document(
         target: What the kernels were built for.
         selftest: Says at which sizes programs run.
         times: Seconds per call of each program, medians; without them shares are the cost model's.
+        origins: What `origin_facts` says of the model; without it no call names its nodes.
     """
     tile = select_tile(target.isa)
     looked_at = situations(plan, selftest)
+    known = origins if isinstance(origins, Mapping) else {}
     programs: dict[str, Json] = {
         program.name: _program(
-            plan, program, looked_at.get(program.name, Situation()), tile, target, times or {}
+            plan,
+            program,
+            looked_at.get(program.name, Situation()),
+            tile,
+            target,
+            times or {},
+            call_nodes(known, program.name, len(program.calls)),
         )
         for program in plan.programs
     }
-    return {"shares": MEASURED if times else EXPECTED, "target": target.id, "programs": programs}
+    return {
+        "shares": MEASURED if times else EXPECTED,
+        "target": target.id,
+        "programs": programs,
+        "nodes": known.get("nodes", []),
+        "fates": fates(known),
+    }
 
 
 def _program(
@@ -86,6 +105,7 @@ def _program(
     tile: TileSpec,
     target: Target,
     times: Times,
+    nodes: Sequence[Mapping[str, Json]],
 ) -> dict[str, Json]:
     found = costs(plan, program, situation).costs
     expected = _shares(
@@ -101,6 +121,7 @@ def _program(
         {
             "call": at,
             **call_facts(plan, program.calls[at], found[at], tile, target),
+            **nodes[at],
             "expected_ratio": round(expected[at], 5),
             "measured_ratio": round(measured[at], 5) if measured else None,
             "measured_us": round(1e6 * seconds[at], 3) if seconds else None,

@@ -15,7 +15,7 @@ from compiler.driver.explain.document import MEASURED, segments_of
 from compiler.driver.explain.repeats import Segment
 
 NODE_WIDTH: Final = 208
-NODE_HEIGHT: Final = 46
+NODE_HEIGHT: Final = 62
 GAP_X: Final = 14
 GAP_Y: Final = 18
 FRAME: Final = 12
@@ -24,6 +24,8 @@ COLUMN_GAP: Final = 56
 HEADING: Final = 44
 MAX_NODES: Final = 400
 """A program with more nodes than this, repeats drawn once, is cut there; the heading says so."""
+MAX_NAMED: Final = 24
+"""So many nodes of the files are named in the hint of a box."""
 
 
 @dataclass(slots=True)
@@ -31,6 +33,7 @@ class _Column:
     """One program being placed: ranks by node, nodes by rank."""
 
     program: Mapping[str, Any]
+    nodes: Sequence[Sequence[str]]
     parts: list[Segment]
     shown: list[int]
     rank: dict[int, int]
@@ -42,7 +45,7 @@ def picture(document: Mapping[str, Any]) -> dict[str, Json]:
     drawing: dict[str, list[Json]] = {"nodes": [], "edges": [], "frames": [], "headings": []}
     left, bottom = MARGIN, 0
     for name, program in document["programs"].items():
-        column = _rank(program)
+        column = _rank(program, document.get("nodes", ()))
         width, height = _place(name, column, document["shares"], left, drawing)
         left += width + COLUMN_GAP
         bottom = max(bottom, height)
@@ -50,7 +53,7 @@ def picture(document: Mapping[str, Any]) -> dict[str, Json]:
     return {**size, "shares": document["shares"], **drawing}
 
 
-def _rank(program: Mapping[str, Any]) -> _Column:
+def _rank(program: Mapping[str, Any], nodes: Sequence[Sequence[str]]) -> _Column:
     """Give every shown call a rank: below everything it reads, segments one below the other."""
     parts = segments_of(program)
     alias = _aliases(parts)
@@ -75,7 +78,7 @@ def _rank(program: Mapping[str, Any]) -> _Column:
         if part.repeats > 1:
             frames.append((floor, last, part.repeats))
         floor = last + 1
-    return _Column(program, parts, shown, rank, frames)
+    return _Column(program, nodes, parts, shown, rank, frames)
 
 
 def _lower(members: Sequence[int], sources: Mapping[int, set[int]], rank: dict[int, int]) -> None:
@@ -112,7 +115,7 @@ def _place(
             boxes[at] = (start + place * (NODE_WIDTH + GAP_X), tops[number])
     repeats = {part.first + at: part.repeats for part in column.parts for at in range(part.length)}
     for at, (x, y) in boxes.items():
-        drawing["nodes"].append(_node(column.program, at, repeats[at], shares, x, y))
+        drawing["nodes"].append(_node(column, at, repeats[at], shares, (x, y)))
     for first, last, times in column.frames:
         drawing["frames"].append(
             {
@@ -143,27 +146,30 @@ def _row_tops(count: int, frames: Sequence[tuple[int, int, int]]) -> list[int]:
 
 
 def _node(
-    program: Mapping[str, Any], at: int, repeats: int, shares: str, x: int, y: int
+    column: _Column, at: int, repeats: int, shares: str, corner: tuple[int, int]
 ) -> dict[str, Json]:
+    program, nodes = column.program, column.nodes
     call = program["calls"][at]
     sparsity = call["sparsity"]
     key = "measured_ratio" if shares == MEASURED else "expected_ratio"
     step = next((part.length for part in segments_of(program) if part.first <= at < part.end), 0)
     share = sum(program["calls"][at + turn * step][key] or 0.0 for turn in range(repeats))
     fused = [part for part in call["fused"] if part in ("bias", "residual", "relu", "silu")]
+    before = "norm > " if any(part.endswith("norm before") for part in call["fused"]) else ""
     return {
-        "x": x,
-        "y": y,
+        "x": corner[0],
+        "y": corner[1],
         "width": NODE_WIDTH,
         "height": NODE_HEIGHT,
-        "title": " + ".join((call["title"], *fused)),
+        "title": before + " + ".join((call["title"], *fused)),
         "detail": call["shape"],
+        "source": call.get("source", ""),
         "share": f"{share:.1%}",
         "share_ratio": round(share, 5),
         "density_ratio": round(sparsity["kept"] / sparsity["of"], 4) if sparsity else None,
         "density": _density(sparsity),
         "tone": _tone(call),
-        "hint": _hint(call),
+        "hint": _hint(call, nodes),
     }
 
 
@@ -185,12 +191,16 @@ def _tone(call: Mapping[str, Any]) -> str:
     return "plain" if call["flops"] else "move"
 
 
-def _hint(call: Mapping[str, Any]) -> str:
+def _hint(call: Mapping[str, Any], nodes: Sequence[Sequence[str]]) -> str:
     parts = [f"call {call['call']}: {call['kernel']} ({call['why']})", call["layout"]]
     if call["fused"]:
         parts.append("fused: " + ", ".join(call["fused"]))
     if call["sparsity"]:
         parts.append(call["sparsity"]["proof"])
+    named = [f"{nodes[n][2]} {nodes[n][1]}" for n in call.get("nodes", ()) if n < len(nodes)]
+    if named:
+        more = [f"and {len(named) - MAX_NAMED} more"] if len(named) > MAX_NAMED else []
+        parts.append("stands for " + ", ".join(named[:MAX_NAMED] + more))
     return "; ".join(parts)
 
 

@@ -28,22 +28,23 @@ LEGEND: Final = (
     ("reference", "reference kernel"),
 )
 LEGEND_HEIGHT: Final = 40
-TITLE_CHARACTERS: Final = 25
+TITLE_CHARACTERS: Final = 22
+SOURCE_CHARACTERS: Final = 30
 
 
 def svg_text(picture: Mapping[str, Any]) -> str:
     """Return the SVG document; every text in it is escaped."""
     width, height = picture["width"], picture["height"] + LEGEND_HEIGHT
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-LEGEND_HEIGHT} {width} {height}" '
         f'width="{width}" height="{height}" role="img" aria-label="The plan, call by call">',
         f"<style>{_STYLE}</style>",
-        f'<rect class="page" width="{width}" height="{height}"/>',
+        f'<rect class="page" y="{-LEGEND_HEIGHT}" width="{width}" height="{height}"/>',
         *(_frame(item) for item in picture["frames"]),
         *(_edge(item) for item in picture["edges"]),
         *(_node(item) for item in picture["nodes"]),
         *(_heading(item) for item in picture["headings"]),
-        _legend(picture["shares"], height),
+        _legend(picture["shares"]),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -52,6 +53,15 @@ def svg_text(picture: Mapping[str, Any]) -> str:
 def short_title(text: str) -> str:
     """Return a title that fits into a node."""
     return text if len(text) <= TITLE_CHARACTERS else text[: TITLE_CHARACTERS - 1] + "…"
+
+
+def short_source(item: Mapping[str, Any]) -> str:
+    """Return the source line of a node, cut in the middle of the name so that it fits."""
+    text = str(item.get("source", ""))
+    if len(text) <= SOURCE_CHARACTERS:
+        return text
+    head = SOURCE_CHARACTERS // 3
+    return text[:head] + "…" + text[head + 1 - SOURCE_CHARACTERS :]
 
 
 def _frame(item: Mapping[str, Any]) -> str:
@@ -79,6 +89,7 @@ def _node(item: Mapping[str, Any]) -> str:
         f'height="{NODE_HEIGHT - 10}" rx="2"/>'
         f'<text x="{x + 11}" y="{y + 17}">{escape(short_title(item["title"]))}</text>'
         f'<text class="faint" x="{x + 11}" y="{y + 33}">{escape(detail)}</text>'
+        f'<text class="faint" x="{x + 11}" y="{y + 48}">{escape(short_source(item))}</text>'
         f'<text class="faint" x="{x + width - 8}" y="{y + 17}" text-anchor="end">'
         f"{escape(item['share'])}</text>"
         f'<rect class="track" x="{x + 6}" y="{bottom - 6}" width="{width - 12}" height="3" rx="1"/>'
@@ -95,8 +106,9 @@ def _heading(item: Mapping[str, Any]) -> str:
     )
 
 
-def _legend(shares: str, height: int) -> str:
-    y = height - LEGEND_HEIGHT // 2
+def _legend(shares: str) -> str:
+    """Return the legend, above the drawing: pictures of large models are long."""
+    y = -LEGEND_HEIGHT // 2 - 2
     parts = []
     x = 16
     for tone, text in LEGEND:

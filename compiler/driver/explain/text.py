@@ -1,17 +1,22 @@
 """A compile report as lines for a terminal; parts that a report does not have are left out."""
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import shorten
 from typing import Any, Final
 
 from compiler.driver.commands.base import shown_bytes, table
 from compiler.driver.explain.document import segments_of
+from compiler.driver.explain.sources import DEAD, FATES, FOLDED, IN_CALL
 
 WORST_WEIGHTS: Final = 8
-MAX_FUSED: Final = 48
-_HEAD: Final = ("calls", "operation", "fused", "shape", "left out", "MFLOP", "moved", "share")
-_RIGHT: Final = frozenset({5, 6, 7})
+MAX_FUSED: Final = 36
+MAX_SOURCE: Final = 44
+_HEAD: Final = (
+    *("calls", "operation", "stands for", "fused", "shape", "left out", "MFLOP", "moved", "share"),
+)
+_RIGHT: Final = frozenset({6, 7, 8})
 
 
 def explain_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> Iterator[str]:
@@ -24,6 +29,7 @@ def explain_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> It
     yield from _stage_lines(report)
     for name in explained["programs"]:
         yield from _program_lines(name, explained)
+    yield from _fate_lines(explained)
     yield from _sparsity_lines(report)
     yield from _memory_lines(report)
     yield from _index_lines(report)
@@ -60,6 +66,35 @@ def _program_lines(name: str, explained: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _fate_lines(explained: Mapping[str, Any]) -> Iterator[str]:
+    """Say what became of the files' nodes, and which nobody needs."""
+    rows = explained.get("fates", ())
+    if not rows:
+        return
+    total = {fate: sum(row[fate] for row in rows) for fate in FATES}
+    yield ""
+    yield (
+        f"nodes of the files: {total[IN_CALL]} in calls, {total[FOLDED]} folded when compiling, "
+        f"{total[DEAD]} dead"
+    )
+    why = Counter((node[4], node[2]) for node in explained["nodes"] if node[3] == DEAD)
+    for (reason, operator), count in sorted(why.items()):
+        yield f"  {count} x {operator}: {reason}"
+
+
+def node_lines(explained: Mapping[str, Any], wanted: str) -> Iterator[str]:
+    """Say what became of every node whose name contains `wanted`."""
+    places: defaultdict[int, list[str]] = defaultdict(list)
+    for name, program in explained["programs"].items():
+        for call in program["calls"]:
+            for number in call.get("nodes", ()):
+                places[number].append(f"{name} call {call['call']} ({call['title']})")
+    for number, (component, name, operator, fate, why) in enumerate(explained.get("nodes", ())):
+        if wanted in name:
+            found = ", ".join(places[number]) if fate == IN_CALL else f"{fate}: {why}"
+            yield f"{component} {operator} {name}: {found}"
+
+
 def _row(calls: Sequence[Mapping[str, Any]], repeats: int) -> tuple[str, ...]:
     call = calls[0]
     key = "expected_ratio" if call["measured_ratio"] is None else "measured_ratio"
@@ -71,6 +106,7 @@ def _row(calls: Sequence[Mapping[str, Any]], repeats: int) -> tuple[str, ...]:
     return (
         number,
         call["title"] + (" (reference)" if call["is_reference"] else ""),
+        shorten(call.get("source", ""), MAX_SOURCE, placeholder=" …"),
         shorten(", ".join(call["fused"]), MAX_FUSED, placeholder=" …"),
         call["shape"],
         left_out,

@@ -13,6 +13,7 @@ from dashboards.plans import (
     MAX_ITEMS,
     MAX_PIXELS,
     TONES,
+    fate_tables,
     plan_picture,
     plan_tables,
     sparsity_tables,
@@ -46,6 +47,31 @@ def test_it_lists_every_call_in_a_table() -> None:
     assert any(cell.startswith("exact: the router") for cell in cells)
 
 
+def test_it_names_the_nodes_that_a_call_stands_for() -> None:
+    report = explained_report()
+    plan = plan_picture(report)
+    assert all("MatMul" in node.source and "/layers" in node.source for node in plan.nodes)
+    assert all("stands for MatMul /layers." in node.hint for node in plan.nodes)
+    at = plan_tables(report)[0].columns.index("Nodes of the file")
+    assert plan_tables(report)[0].rows[0][at] == "/layers.0/<see>/MatMul"
+
+
+def test_it_says_what_became_of_all_nodes() -> None:
+    report = explained_report()
+    calls = sum(len(item["calls"]) for item in report["explained"]["programs"].values())
+    (table,) = fate_tables(report)
+    title = "Nodes of the model's files:"
+    assert table.title == f"{title} {calls} in calls, 1 folded when compiling, 0 dead"
+    assert table.columns == (
+        *("Component", "Operator", "In calls"),
+        "Folded when compiling",
+        "Dead",
+    )
+    assert table.rows[-1] == ("decoder", "Constant", "0", "1", "0")
+    for broken in (None, {}, {"explained": 3}, {"explained": {"fates": [3]}}):
+        assert fate_tables(broken) == ()
+
+
 def test_it_lists_the_zeros_that_were_found() -> None:
     savings, sources = sparsity_tables(explained_report())
     assert savings.title == "Program step, work that zeros save"
@@ -66,7 +92,8 @@ HOSTILE = {
             "title": "<script>alert(1)</script>" * 20,
             "detail": None,
             "share_ratio": 1e300,
-            "hint": ["a", {"b": 1}],
+            "hint": "<script>" * 1_000,
+            "source": "<img src=x onerror=alert(1)>" * 99,
         },
         "no object",
     ],
@@ -91,7 +118,9 @@ def test_it_bounds_whatever_a_report_says() -> None:
     (node,) = plan.nodes
     assert (node.x, node.y, node.width, node.height) == (0, MAX_PIXELS, 0, 0)
     assert node.tone == "move"
-    assert len(node.title) <= 25
+    assert len(node.title) <= 22
+    assert len(node.source) <= 30
+    assert len(node.hint) <= 1_000
     assert node.share_width == 0
     assert [edge.path for edge in plan.edges] == ["M0 0H9"]
     assert (plan.width, plan.frames) == (MAX_PIXELS, ())

@@ -12,6 +12,7 @@ from compiler.contract.operations import Act, Op
 from compiler.driver.lowering import Lowered
 from compiler.driver.records import UnkeepableError, from_parts, to_parts
 from compiler.kernels.program import Buffer, Call, KvCache, Module, Program, Weight
+from compiler.passes.origins import Provenance, SourceNode
 
 
 class Colour(IntEnum):
@@ -70,6 +71,7 @@ def _lowered() -> Lowered:
         ),
         "module {}",
         ("a note",),
+        Provenance((SourceNode("model", "a", "Add"),), {"forward": ((0,),)}, (), {1: "unread"}),
         '{"forward": {}}',
     )
 

@@ -18,9 +18,10 @@ from compiler.dialects.text import parse_module, print_module
 from compiler.dialects.types import tensor_type
 from compiler.emitters.schedule import schedule_of, schedule_ops
 from compiler.kernels.program import Weight
-from compiler.passes.base import NodeNames, PassContext
+from compiler.passes.base import PassContext
 from compiler.passes.decompose_moe import DecomposeMoe
 from compiler.passes.functions import body, functions
+from compiler.passes.origins import Origins
 from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.quant.w4 import pack_w4, quantise_w4
 from compiler.simulator.layers import run_layers
@@ -28,7 +29,7 @@ from compiler.simulator.numerics import Bits
 from tests.factories.modules import small_decoder
 
 EXPERTS, WIDTH, HIDDEN, ROWS = 4, 40, 24, 9
-CTX = PassContext(PipelineSpec("graph", (), 1, 1), ConstantTable(), NodeNames())
+CTX = PassContext(PipelineSpec("graph", (), 1, 1), ConstantTable(), Origins())
 NAMES = ("x", "gamma", "beta", "router", "bias", "w_in", "w_out")
 
 

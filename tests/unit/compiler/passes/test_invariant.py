@@ -18,9 +18,10 @@ from compiler.dialects.sp import BinaryOp, ConstantOp, LinearOp, OnnxOp, UnaryOp
 from compiler.dialects.types import tensor_type
 from compiler.errors import SparsityInvariantError
 from compiler.passes import invariant
-from compiler.passes.base import NodeNames, PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import body, functions, role_attributes
 from compiler.passes.invariant import SparsityGuard
+from compiler.passes.origins import Origins
 from compiler.passes.pipeline import run_passes
 from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.passes.propagate_masks import PropagateMasks
@@ -66,11 +67,11 @@ def program() -> tuple[ModuleOp, PassContext]:
     func = FuncOp("f", kinds, Region(block))
     func.properties["arg_attrs"] = role_attributes(["tensor"] * 3)
     func.properties["res_attrs"] = role_attributes(["tensor"] * len(outputs))
-    return ModuleOp([func]), PassContext(SPEC, table, NodeNames())
+    return ModuleOp([func]), PassContext(SPEC, table, Origins())
 
 
 @dataclass(frozen=True)
-class Evil:
+class Evil(Pass):
     """A pass that replaces the first operation that `change` has something for."""
 
     change: Callable[[Operation, PassContext], Operation | None]
@@ -81,7 +82,7 @@ class Evil:
             for op in list(body(func).ops):
                 new = self.change(op, ctx)
                 if new is not None:
-                    swap(op, new, ctx.names)
+                    swap(op, new, ctx.origins)
                     return PassResult(1)
         raise AssertionError("nothing to change")
 

@@ -19,7 +19,7 @@ from compiler.dialects.properties import real
 from compiler.dialects.sp import BinaryOp, ConstantOp, LinearOp, OnnxOp, SoftmaxOp, UnaryOp
 from compiler.dialects.types import encoding_of, tensor_type
 from compiler.errors import MalformedModelError
-from compiler.passes.base import NodeNames, PassContext
+from compiler.passes.base import PassContext
 from compiler.passes.derive_structure import (
     DeriveStructure,
     live_tiles,
@@ -28,6 +28,7 @@ from compiler.passes.derive_structure import (
 )
 from compiler.passes.detect_sources import SOURCE, DetectSources
 from compiler.passes.inject_masks import InjectMasks, decode_masks, encode_masks
+from compiler.passes.origins import Origins
 from compiler.passes.pipeline_spec import PipelineSpec
 
 SPEC = PipelineSpec("graph", (), 8, 4)
@@ -55,7 +56,7 @@ class Program:
     def finish(self, result: SSAValue) -> tuple[ModuleOp, PassContext]:
         self.block.add_op(ReturnOp(result))
         func = FuncOp("f", (list(self.block.arg_types), [result.type]), Region(self.block))
-        return ModuleOp([func]), PassContext(SPEC, self.table, NodeNames())
+        return ModuleOp([func]), PassContext(SPEC, self.table, Origins())
 
 
 def zero() -> np.ndarray:
@@ -147,7 +148,7 @@ def weighted(weight: np.ndarray) -> tuple[ModuleOp, PassContext, LinearOp]:
     block.add_ops([linear, ReturnOp(linear.result)])
     kinds = (list(block.arg_types), [tensor_type("float32", (2, rows))])
     module = ModuleOp([FuncOp("f", kinds, Region(block))])
-    return module, PassContext(SPEC, table, NodeNames()), linear
+    return module, PassContext(SPEC, table, Origins()), linear
 
 
 def random_weight(seed: int = 0) -> np.ndarray:
