@@ -165,7 +165,7 @@ class FunctionBuilder:
         return op.result
 
     def _constant(self, array: np.ndarray) -> SSAValue:
-        self._need_element_type(array.dtype.name)
+        self._need_element_type(array.dtype.name, f"{self.component}: a constant")
         op = self.constants.add(array)
         key = op.sha256.data
         if key not in self.constant_ops:
@@ -206,13 +206,13 @@ class FunctionBuilder:
             raise UnsupportedOperatorError(
                 f"operator {node.op} (node {node.name}): a size is not linear in the lengths"
             )
-        self._need_element_type(dtype)
+        self._need_element_type(dtype, f"operator {node.op} (node {node.name}): a result")
         return tensor_type(dtype, shape)
 
-    def _need_element_type(self, dtype: str) -> None:
+    def _need_element_type(self, dtype: str, what: str) -> None:
         if not is_supported_dtype(dtype):
             raise UnsupportedOperatorError(
-                f"{self.component}: a value has element type {dtype}",
+                f"{what} has element type {dtype}",
                 hint="kernels compute in float32; indices are int32 or int64",
             )
 

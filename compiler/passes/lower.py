@@ -64,9 +64,18 @@ class _Lowering:
     layers: dict[tuple[str, ...], int] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
     kv: KvCache | None = None
+    current: CallOp | None = None
+
+    @property
+    def where(self) -> str:
+        """The nodes behind the call that is being lowered, for messages."""
+        if self.current is None:
+            return "an input of a program"
+        return self.ctx.origins.where(self.current, self.current.op.data)
 
     def program(self, func: FuncOp) -> Program:
         ids: dict[SSAValue, int] = {}
+        self.current = None
         inputs = {role: self._buffer(value, ids) for role, value in arguments(func)}
         calls = [self._call(op, ids) for op in calls_of(func)]
         outputs = {role: ids[value] for role, value in results(func)}
@@ -77,7 +86,7 @@ class _Lowering:
         dynamic = rows == symbol_dim("T")
         if not dynamic and not rows.is_static:
             raise UnsupportedOperatorError(
-                f"an intermediate result has {rows} rows",
+                f"{self.where}: its result has {rows} rows",
                 hint="rows at run time must be exactly the token rows of the call",
             )
         count = self.ctx.spec.max_step_tokens if dynamic else rows.constant
@@ -87,6 +96,7 @@ class _Lowering:
         return ids[value]
 
     def _call(self, op: CallOp, ids: dict[SSAValue, int]) -> Call:
+        self.current = op
         code = Op[op.op.data]
         inputs = tuple(
             ABSENT if slot < 0 else ids[op.arguments[int(slot)]] for slot in op.slots.get_values()
@@ -140,7 +150,7 @@ class _Lowering:
             stored = np.ascontiguousarray(array)
             if not np.isfinite(stored).all():
                 raise MalformedModelError(
-                    f"a weight of shape {stored.shape} holds NaN or infinity",
+                    f"{self.where}: a weight of shape {stored.shape} holds NaN or infinity",
                     hint="the training run or the conversion that wrote it has failed",
                 )
             chosen = layout if kind == "w4" else DENSE
@@ -161,7 +171,7 @@ class _Lowering:
         shared = (cache.heads, cache.head_dim)
         if self.kv is not None and shared != (self.kv.heads, self.kv.head_dim):
             raise UnsupportedOperatorError(
-                "attention layers have caches of different shapes",
+                f"{self.where}: its cache has another shape than that of the layers before",
                 hint="all cached layers must have the same number and size of key heads",
             )
         self.kv = cache

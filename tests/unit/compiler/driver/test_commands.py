@@ -162,15 +162,28 @@ def test_it_explains_a_bundle_in_text_json_and_a_picture(capsys, world, tmp_path
     assert "program forward, 1 tokens behind 0 rows" in text
     assert f"shares of time: {found['explained']['shares']}" in text
     assert "memory: arena" in text
+    assert "MatMul project_0" in text
+    assert "nodes of the files: 2 in calls, 0 folded when compiling, 0 dead" in text
     (tmp_path / "file").write_text("")
     status, _ = fails(capsys, "explain", world / "two", "--svg", tmp_path / "file" / "o.svg")
     assert status == cli.BAD_ARGUMENTS
+
+
+def test_it_says_where_a_node_went(capsys, world) -> None:
+    assert cli.main(["explain", str(world / "two"), "--node", "project_1"]) == cli.OK
+    assert capsys.readouterr().out == "model MatMul project_1: forward call 1 (linear)\n"
+    status, error = fails(capsys, "explain", world / "two", "--node", "nobody")
+    assert status == cli.BAD_ARGUMENTS
+    assert "'nobody'" in error["message"]
+    assert "ONNX file" in error["hint"]
 
 
 def test_it_measures_again_when_asked(capsys, world) -> None:
     if not runs_here(find_target(TARGET)):
         pytest.skip("this machine cannot run the target")
     found = ask(capsys, "explain", world / "one", "--measure")
+    assert found["explained"]["nodes"][0][:3] == ["model", "project_0", "MatMul"]
+    assert found["explained"]["programs"]["forward"]["calls"][0]["nodes"] == [0]
     assert found["explained"]["shares"] == "measured"
     assert found["explained"]["programs"]["forward"]["measured_us"] > 0
 

@@ -10,7 +10,8 @@ from compiler.driver.explain.costs import Situation, costs, expected_cycles
 from compiler.driver.explain.document import explain_document, situations
 from compiler.driver.explain.picture import NODE_HEIGHT, NODE_WIDTH, picture
 from compiler.driver.explain.repeats import Segment, segments
-from compiler.driver.explain.svg import svg_text
+from compiler.driver.explain.sources import origins_of
+from compiler.driver.explain.svg import SOURCE_CHARACTERS, short_source, svg_text
 from compiler.emitters.plan import emit_plan
 from compiler.hardware.targets import find_target
 from compiler.kernels.program import Act, Op
@@ -169,6 +170,56 @@ def test_it_writes_well_formed_svg_whatever_names_say(explained) -> None:
     assert {item.tag for item in root.iter()} <= {
         SVG + name for name in ("svg", "style", "rect", "path", "text", "g", "title")
     }
+
+
+def test_it_says_which_nodes_a_call_stands_for(edgecard, explained) -> None:
+    nodes = explained["nodes"]
+    calls = [call for program in explained["programs"].values() for call in program["calls"]]
+    listed = {number for call in calls for number in call["nodes"]}
+    assert listed == {at for at, node in enumerate(nodes) if node[3] == "call"}
+    totals = [sum(row[fate] for row in explained["fates"]) for fate in ("call", "folded", "dead")]
+    assert totals == [len(listed), len(nodes) - len(listed), 0]
+    prune = next(call for call in calls if call["operation"] == "PRUNE")
+    assert "DynamicPrune" in prune["source"]
+    assert prune["source"].endswith(f" +{len(prune['nodes']) - 1}")
+    made = next(call for call in calls if call["operation"] == "IMAGE_U8")
+    assert (made["nodes"], made["source"]) == ([], "added by the compiler")
+    hints = [node["hint"] for node in picture(explained)["nodes"]]
+    assert any("stands for " in hint and "ai.sparsefleet::MoERouter" in hint for hint in hints)
+
+
+def test_it_keeps_the_nodes_out_of_the_bundle(edgecard, explained) -> None:
+    names = [node[1].encode() for node in explained["nodes"] if node[1].startswith("node_")]
+    assert len(names) > 100
+    sections = edgecard.sections.values()
+    assert not any(name in data for name in names for data in sections)
+    assert "origins" not in edgecard.report
+
+
+def test_it_makes_the_same_document_again_from_itself(edgecard, explained) -> None:
+    plan = parse_plan(edgecard.sections["plan"])
+    selftest = parse_selftest(edgecard.sections["selftest"])
+    again = explain_document(plan, TARGET, selftest, None, origins_of(explained))
+    assert (again["nodes"], again["fates"]) == (explained["nodes"], explained["fates"])
+    for name, program in again["programs"].items():
+        for new, old in zip(program["calls"], explained["programs"][name]["calls"], strict=True):
+            assert (new["nodes"], new["source"]) == (old["nodes"], old["source"])
+
+
+def test_it_names_no_nodes_without_their_record(edgecard) -> None:
+    plan = parse_plan(edgecard.sections["plan"])
+    document = explain_document(plan, TARGET, parse_selftest(edgecard.sections["selftest"]))
+    assert document["fates"] == []
+    assert {call["source"] for call in document["programs"]["step"]["calls"]} == {""}
+
+
+def test_it_cuts_long_names_in_the_middle() -> None:
+    name = "/model/layers.0/self_attn/q_proj/MatMul +11"
+    short = short_source({"source": name})
+    assert len(short) == SOURCE_CHARACTERS
+    assert short.startswith("/model/")
+    assert short.endswith("/MatMul +11")
+    assert short_source({"source": "Conv a"}) == "Conv a"
 
 
 def test_it_reports_what_the_analysis_proved(edgecard) -> None:
