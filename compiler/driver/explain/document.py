@@ -85,7 +85,7 @@ def explain_document(
             tile,
             target,
             times or {},
-            call_nodes(known, program.name, len(program.calls)),
+            call_nodes(known, program.name, program.calls),
         )
         for program in plan.programs
     }

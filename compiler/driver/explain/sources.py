@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from compiler.contract.canonical import Json
+from compiler.contract.expert_pages import PAGE_OPS
+from compiler.contract.plan import PlanCall
 
 if TYPE_CHECKING:  # a compilation from the cache loads no pass
     from compiler.passes.origins import Provenance
@@ -50,24 +52,27 @@ def _fate(number: int, folded: set[int], dead: Mapping[int, str]) -> tuple[str, 
 
 def origins_of(explained: Mapping[str, Any]) -> dict[str, Json]:
     """Return the facts that an explain document was made with, to make it again."""
+    steps = {op.name for op in PAGE_OPS}
     calls: dict[str, Json] = {
-        name: [call.get("nodes", []) for call in program["calls"]]
+        name: [c.get("nodes", []) for c in program["calls"] if c["operation"] not in steps]
         for name, program in explained.get("programs", {}).items()
     }
     return {"nodes": explained.get("nodes", []), "calls": calls}
 
 
-def call_nodes(origins: Mapping[str, Any], program: str, count: int) -> list[dict[str, Json]]:
-    """Return, for each of `count` calls of a program, its nodes and a line about them."""
-    rows = origins.get("calls", {}).get(program, [[]] * count)
+def call_nodes(
+    origins: Mapping[str, Any], program: str, calls: Sequence[PlanCall]
+) -> list[dict[str, Json]]:
+    """Return, for each call of a program, its nodes and a line about them.
+
+    The steps that load experts were put on the tape after the passes: they stand for no node.
+    """
     nodes = origins.get("nodes", [])
-    return [
-        {
-            "nodes": list(numbers),
-            "source": summary([nodes[n] for n in numbers]) if nodes else "",
-        }
-        for numbers in rows
-    ]
+    if not nodes:
+        return [{"nodes": [], "source": ""} for _ in calls]
+    rows = iter(origins["calls"][program])
+    numbers = [[] if call.op in PAGE_OPS else list(next(rows)) for call in calls]
+    return [{"nodes": row, "source": summary([nodes[n] for n in row])} for row in numbers]
 
 
 def summary(nodes: Sequence[Sequence[str]]) -> str:
