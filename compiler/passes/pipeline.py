@@ -1,6 +1,6 @@
 """The passes in the order in which they run. A pass is registered by standing in this list."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -22,6 +22,7 @@ from compiler.passes.decompose_moe import DecomposeMoe
 from compiler.passes.derive_structure import DeriveStructure
 from compiler.passes.detect_sources import DetectSources
 from compiler.passes.drop_dead_channels import DropDeadChannels
+from compiler.passes.fold_affine import FoldAffine
 from compiler.passes.functions import functions
 from compiler.passes.fuse_groups import FuseGroups
 from compiler.passes.inject_masks import InjectMasks
@@ -47,6 +48,7 @@ from compiler.passes.select_kernels import SelectKernels
 
 RAISING: Final[tuple[Pass, ...]] = (
     Canonicalise(),
+    FoldAffine(),
     RaiseNorm(),
     RaiseLinear(),
     RaiseRope(),
@@ -111,6 +113,7 @@ def lower_pipeline(
     verify: bool = False,
     fuse: bool = True,
     mask_section: bytes = b"",
+    leave_out: Collection[str] = (),
 ) -> LoweredPipeline:
     """Run all passes on a copy of the imported module and lower it.
 
@@ -119,6 +122,7 @@ def lower_pipeline(
         verify: Run the IR verifier after each pass, not only after each stage.
         fuse: Whether calls are fused; without it the plan has the same bits in more calls.
         mask_section: Masks of weights (`compiler.passes.inject_masks`); empty for none.
+        leave_out: Names of passes that do not run, to measure what they bring.
 
     Raises:
         SparsityInvariantError: A pass claims zeros that the program before it has not.
@@ -130,7 +134,8 @@ def lower_pipeline(
     texts: dict[str, str] = {}
     sparsity: dict[str, Any] = {}
     for stage, passes in STAGES.items():
-        chosen = [_configured(p, mask_section) for p in passes if fuse or not _is_fusing(p)]
+        wanted = [p for p in passes if p.name not in leave_out and (fuse or not _is_fusing(p))]
+        chosen = [_configured(p, mask_section) for p in wanted]
         notes.extend(run_passes(module, ctx, chosen, verify=verify))
         _verify(module, stage)
         texts[stage] = print_module(module)

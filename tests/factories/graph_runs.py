@@ -1,6 +1,6 @@
 """Bare ONNX files, pinned and compiled: ONNX Runtime, native code and simulator side by side."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,11 @@ class GraphCase:
         out: Path,
         dims: Mapping[str, int] | None = None,
         constants: Mapping[str, float] | None = None,
+        *,
+        leave_out: Collection[str] = (),
     ) -> "GraphCase":
         spec = write_submission(source, out, dims or {}, constants or {})
-        pipeline = lower_pipeline(import_pipeline(out))
+        pipeline = lower_pipeline(import_pipeline(out), leave_out=leave_out)
         return cls(source, spec, pipeline, Case.of(pipeline.module))
 
     @property

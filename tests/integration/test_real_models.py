@@ -112,3 +112,29 @@ def test_it_shows_reference_kernels_by_name(tmp_path: Path) -> None:
     plain = [name for name in kernels if name.startswith("ref_")]
     assert {"ref_move_flat_any_1x1__portable", "ref_conv_flat_any_1x1__portable"} <= set(plain)
     assert any(name.startswith("sf_conv2d") for name in kernels)
+
+
+FOLDED_ERROR = 5e-5
+"""Of the greatest output, with and without folding: f32 rounds in another order in 62 layers."""
+
+
+@pytest.mark.parametrize(("name", "fewer"), [("ppocr-det", 60), ("ppocr-cls", 100)])
+def test_it_folds_every_batch_norm_behind_a_convolution(
+    name: str, fewer: int, tmp_path: Path
+) -> None:
+    published = next(case for case in CASES if case.file == name)
+    folded, plain = (
+        GraphCase.of(model_file(name), tmp_path / kind, published.dims, leave_out=left_out)
+        for kind, left_out in (("folded", ()), ("plain", ("fold-affine",)))
+    )
+    assert "BatchNormalization" in plain.pipeline.ir_text["raised"]
+    assert "BatchNormalization" not in folded.pipeline.ir_text["raised"]
+    calls = [len(case.pipeline.module.programs[0].calls) for case in (folded, plain)]
+    assert calls[0] <= calls[1] - fewer
+    arrays = published.inputs()
+    wanted = folded.wanted(arrays)
+    errors = []
+    for case in (folded, plain):
+        made = case.native(case.feeds(arrays))
+        errors.append(max(relative_error(case.array(r, made[r], v), v) for r, v in wanted.items()))
+    assert max(errors) < FOLDED_ERROR

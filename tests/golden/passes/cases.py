@@ -62,6 +62,17 @@ def tiles_block(b: GraphBuilder, x: str) -> str:
     return b.op("MatMul", b.op("Mul", wide, up), b.weight(32, 8))
 
 
+def affine_block(b: GraphBuilder, x: str) -> str:
+    """A batch norm, a shift and a scale behind a convolution over channels."""
+    planes = b.op("Transpose", x, perm=[0, 2, 1])
+    y = b.op("Conv", planes, b.weight(6, 8, 1), b.weight(6), kernel_shape=[1])
+    statistics = (b.weight(6), b.weight(6), b.weight(6), b.const(np.arange(1, 7)))
+    y = b.op("BatchNormalization", y, *statistics)
+    y = b.op("Mul", b.op("Add", y, b.weight(6, 1)), b.const(2.0))
+    y = b.op("Conv", y, b.weight(8, 6, 1), kernel_shape=[1])
+    return b.op("Transpose", y, perm=[0, 2, 1])
+
+
 def dead_channel_block(b: GraphBuilder, x: str) -> str:
     """Two linear layers; one hidden channel is never read, one is always zero."""
     w_in, w_out = (0.1 * np.arange(1, 49, dtype=np.float32) for _ in range(2))
@@ -89,6 +100,7 @@ TINY_PART: Mapping[str, str] = {
 
 CASES: Mapping[str, Writer] = {
     "canonicalise": lambda d: write_block(d, movement_block),
+    "fold-affine": lambda d: write_block(d, affine_block),
     "raise-norm": lambda d: write_block(d, rms_block()),
     "raise-linear": lambda d: write_block(d, gemm_block),
     "raise-rope": lambda d: write_tiny(d, SMALL),
