@@ -7,7 +7,10 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import DatabaseError, connection
 from django.db.migrations.executor import MigrationExecutor
 
-HINT: Final = "run manage.py migrate"
+HINT: Final = (
+    "run manage.py migrate, or name the platform's folder: SPARSEFLEET_STATE_DIR=... (the demo's is"
+    " var/demo/platform)"
+)
 
 
 class DatabaseCommand(BaseCommand):

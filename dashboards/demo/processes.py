@@ -15,6 +15,7 @@ from dashboards.demo.errors import DemoError
 
 STOP_GRACE_S: Final = 8.0
 LOG_TAIL_LINES: Final = 12
+LAST_PORT: Final = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,10 @@ def require_free_port(host: str, port: int) -> None:
     """Raise when something already listens on `port`.
 
     Raises:
-        DemoError: The port is busy; the hint names the option that changes it.
+        DemoError: The port is busy, or no port; the hint names the option that changes it.
     """
+    if not 0 < port <= LAST_PORT:
+        raise DemoError(f"{port} is not a port", hint=f"--port takes a number up to {LAST_PORT}")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

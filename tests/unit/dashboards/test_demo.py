@@ -93,3 +93,9 @@ def test_it_stops_a_process_that_ignores_the_request(tmp_path: Path, monkeypatch
         while not child.log.read_text():
             pass
     assert child.process.poll() == -9
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_it_refuses_what_is_no_port(port: int) -> None:
+    with pytest.raises(DemoError, match=f"{port} is not a port"):
+        require_free_port("127.0.0.1", port)
