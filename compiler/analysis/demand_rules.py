@@ -303,7 +303,10 @@ def _kind(kind: DemandKind, *keys: str, onnx: tuple[str, ...] = ()) -> dict[str,
 
 
 _D: Final = DemandKind
-_UNARY: Final = ("relu", "silu", "neg", "sqrt", "tanh", "exp", "sigmoid", "reciprocal")
+_UNARY: Final = (
+    *("relu", "silu", "gelu", "gelu_tanh", "neg", "sqrt", "tanh", "exp", "sigmoid"),
+    "reciprocal",
+)
 DEMAND_RULES: Final[Mapping[str, DemandKind]] = MappingProxyType(
     {
         **_kind(

@@ -147,6 +147,7 @@ _BOUNDS: Final[Mapping[str, _Rule]] = {
     "sp.constant": _constant,
     **dict.fromkeys(("sp.reshape", "sp.expand", "sp.transpose", "sp.slice", "mm.splice"), _first),
     **dict.fromkeys(("sp.unary:relu", "sp.unary:silu", "sp.unary:neg", "mm.prune"), _first),
+    **dict.fromkeys(("sp.unary:gelu", "sp.unary:gelu_tanh"), _first),
     **dict.fromkeys(("sp.onnx:Relu", "sp.onnx:Abs", "sp.onnx:Neg", "sp.onnx:Swish"), _first),
     **dict.fromkeys(("sp.unary:tanh", "sp.unary:sigmoid", "sp.softmax"), _one_if_finite),
     **dict.fromkeys(("sp.onnx:Tanh", "sp.onnx:Sigmoid", "sp.onnx:Softmax"), _one_if_finite),

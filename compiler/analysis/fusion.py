@@ -49,7 +49,10 @@ INVARIANTS: Final[Mapping[Op, Invariant]] = MappingProxyType(
 )
 """Everything else breaks. MUL too: zero times infinity is NaN."""
 _KEEPING_UNARIES: Final = frozenset(
-    {UnaryKind.RELU, UnaryKind.SILU, UnaryKind.NEG, UnaryKind.SQRT, UnaryKind.TANH}
+    {
+        *(UnaryKind.RELU, UnaryKind.SILU, UnaryKind.NEG, UnaryKind.SQRT, UnaryKind.TANH),
+        *(UnaryKind.GELU, UnaryKind.GELU_TANH),
+    }
 )
 
 

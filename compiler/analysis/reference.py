@@ -108,6 +108,10 @@ ELEMENTWISE: Final[Mapping[str, Callable[[Array], Array]]] = {
     "relu": relu,
     "silu": silu,
     "sigmoid": lambda x: np.asarray(1 / (1 + np.exp(-x))),
+    "gelu": lambda x: np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2)))),
+    "gelu_tanh": lambda x: np.asarray(
+        0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    ),
     "neg": np.negative,
     "sqrt": np.sqrt,
     "reciprocal": np.reciprocal,
@@ -118,7 +122,6 @@ ELEMENTWISE: Final[Mapping[str, Callable[[Array], Array]]] = {
     "Cos": np.cos,
     "Erf": lambda x: np.asarray(_erf(x)),
     "Floor": np.floor,
-    "Gelu": lambda x: np.asarray(0.5 * x * (1 + _erf(x / math.sqrt(2)))),
     "Log": np.log,
     "Not": np.logical_not,
     "Round": np.round,
@@ -144,6 +147,7 @@ PAIRWISE: Final[Mapping[str, Callable[[Array, Array], Array]]] = {
 _ONNX_NAMES: Final = {
     "relu": "Relu",
     "silu": "Swish",
+    "gelu": "Gelu",
     "sigmoid": "Sigmoid",
     "neg": "Neg",
     "sqrt": "Sqrt",

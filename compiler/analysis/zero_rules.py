@@ -79,7 +79,7 @@ ZERO_RULES: Final[Mapping[str, ZeroRule]] = MappingProxyType(
         **_rows(
             _K.PRESERVING,
             "preserving",
-            *(f"sp.unary:{kind}" for kind in ("silu", "neg", "sqrt", "tanh")),
+            *(f"sp.unary:{kind}" for kind in ("silu", "neg", "sqrt", "tanh", "gelu", "gelu_tanh")),
             *_onnx("Abs", "Ceil", "Erf", "Floor", "Identity", "Neg", "Sin", "Sqrt", "Swish"),
             *_onnx("Gelu", "LeakyRelu", "Round", "Sign", "Tanh"),
         ),

@@ -180,6 +180,10 @@ class UnaryKind(IntEnum):
     RECIPROCAL = 5
     EXP = 6
     TANH = 7
+    GELU = 8
+    """As `ExpertAct.GELU`."""
+    GELU_TANH = 9
+    """As `ExpertAct.GELU_TANH`."""
 
 
 class RouteOrder(IntEnum):

@@ -41,7 +41,10 @@ from compiler.dialects.types import Tensor, dtype_of, shape_of, tensor_type
 ACTS: Final = ("none", "relu", "silu")
 STORAGES: Final = ("w4", "f32")
 BINARY_KINDS: Final = ("add", "mul", "sub", "div")
-UNARY_KINDS: Final = ("relu", "sigmoid", "silu", "neg", "sqrt", "reciprocal", "exp", "tanh")
+UNARY_KINDS: Final = (
+    *("relu", "sigmoid", "silu", "neg", "sqrt", "reciprocal", "exp", "tanh"),
+    *("gelu", "gelu_tanh"),
+)
 
 
 @irdl_op_definition

@@ -95,6 +95,8 @@ def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
         found += [tile.template, registry.W4_TEMPLATE]
     if any(spec.is_reference for spec in specs):
         found += registry.REFERENCE_TEMPLATES
+    if registry.GELU_USERS.intersection(ops):
+        found.append(registry.GELU_TEMPLATE)
     found += dict.fromkeys(spec.template for spec in specs)
     return [*found, "runtime/vm.c.in"]
 

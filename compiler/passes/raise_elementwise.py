@@ -8,7 +8,8 @@ After:
     %2 = "sp.binary"(%1, %c) <{kind = "add", act = "none"}>
 
 The first operand of `sp.binary` has the result's shape; commutative operands are swapped for that,
-and a ReLU behind it is fused. Left out: everything without a kernel, which `select-kernels` refuses
+and a ReLU behind it is fused. SiLU and GELU are also read where they are written out
+(`gelu_patterns`). Left out: everything without a kernel, which `select-kernels` refuses
 by name.
 """
 
@@ -22,6 +23,7 @@ from compiler.dialects.sp import BinaryOp, EmbedOp, OnnxOp, SoftmaxOp, UnaryOp
 from compiler.dialects.types import dtype_of, shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations
+from compiler.passes.gelu_patterns import GELU, GELU_TANH
 from compiler.passes.match import Bind, attr, find, node, single_use
 from compiler.passes.rewriting import erase_dead, swap
 
@@ -36,7 +38,11 @@ _UNARY: Final = {
     "Exp": "exp",
     "Tanh": "tanh",
 }
-_SILU: Final = node("Mul", Bind("x"), node("Sigmoid", Bind("x")))
+_WRITTEN_OUT: Final = (
+    ("silu", node("Mul", Bind("x"), node("Sigmoid", Bind("x")))),
+    ("gelu", GELU),
+    ("gelu_tanh", GELU_TANH),
+)
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,10 @@ class RaiseElementwise(Pass):
     name: ClassVar[str] = "raise-elementwise"
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
-        """Rewrite in one forward walk, silu before its parts."""
+        """Rewrite in one forward walk, what is written out before its parts."""
         changed = 0
         for op in operations(module):
-            changed += _silu(op, ctx)
+            changed += _written_out(op, ctx)
         for func in functions(module):
             erase_dead(func, ctx.origins)
         for op in operations(module):
@@ -59,12 +65,16 @@ class RaiseElementwise(Pass):
         return PassResult(changed)
 
 
-def _silu(op: Operation, ctx: PassContext) -> int:
-    env = find(_SILU, op.results[0], ctx.constants) if isinstance(op, OnnxOp) else None
-    if env is None:
+def _written_out(op: Operation, ctx: PassContext) -> int:
+    if not isinstance(op, OnnxOp) or op.op.data != "Mul":
         return 0
-    swap(op, UnaryOp(env["x"], kind="silu"), ctx.origins)
-    return 1
+    result = op.results[0]
+    for kind, pattern in _WRITTEN_OUT:
+        env = find(pattern, result, ctx.constants)
+        if env and dtype_of(result) == "float32" and shape_of(env["x"]) == shape_of(result):
+            swap(op, UnaryOp(env["x"], kind=kind), ctx.origins)
+            return 1
+    return 0
 
 
 def _raise(op: Operation, ctx: PassContext) -> int:
@@ -73,6 +83,8 @@ def _raise(op: Operation, ctx: PassContext) -> int:
     kind = op.op.data
     if kind == "Swish" and attr(op, "alpha") not in (None, 1.0):
         return 0
+    if kind == "Gelu":
+        return _unary(op, "gelu_tanh" if attr(op, "approximate") == "tanh" else "gelu", ctx)
     if kind in _UNARY:
         return _unary(op, _UNARY[kind], ctx)
     if kind in _BINARY:

@@ -164,7 +164,8 @@ def _swiglu_clipped(s: Step, wide: Array) -> Array:
     return np.asarray(swish * (up + s.real("shift")))
 
 
-def _gelu(s: Step, x: Array) -> Array:
+def gelu(s: Step, x: Array) -> Array:
+    """Return x / 2 * (1 + erf(x / sqrt 2)), elementwise."""
     one, half = s.numerics.dtype(1), s.numerics.dtype(0.5)
     return np.asarray(
         (x * half) * (one + _erf_of(s.numerics, x * s.numerics.dtype(GELU.inverse_root)))
@@ -184,7 +185,8 @@ def _erf_of(numerics: Numerics, z: Array) -> Array:
     return np.asarray(np.copysign(y, z))
 
 
-def _gelu_tanh(s: Step, x: Array) -> Array:
+def gelu_tanh(s: Step, x: Array) -> Array:
+    """Return the form of GELU with tanh, elementwise."""
     one, half = s.numerics.dtype(1), s.numerics.dtype(0.5)
     scale, cube = s.numerics.dtype(GELU.tanh_scale), s.numerics.dtype(GELU.tanh_cube)
     return np.asarray((x * half) * (one + tanh(s.numerics, scale * (x + cube * ((x * x) * x)))))
@@ -194,8 +196,8 @@ _HIDDEN: Final[Mapping[int, Callable[[Step, Array], Array]]] = MappingProxyType(
     {
         ExpertAct.RELU: lambda _, wide: relu(wide),
         ExpertAct.SWIGLU: _swiglu,
-        ExpertAct.GELU: _gelu,
-        ExpertAct.GELU_TANH: _gelu_tanh,
+        ExpertAct.GELU: gelu,
+        ExpertAct.GELU_TANH: gelu_tanh,
         ExpertAct.SILU: lambda s, wide: silu(s.numerics, wide),
         ExpertAct.IDENTITY: lambda _, wide: wide,
         ExpertAct.SWIGLU_CLIPPED: _swiglu_clipped,

@@ -175,6 +175,8 @@ _UNARY: Final[Mapping[int, Callable[[Step, Array], Array]]] = MappingProxyType(
         UnaryKind.RECIPROCAL: lambda _, x: 1 / x,
         UnaryKind.EXP: lambda s, x: s.numerics.exp(x),
         UnaryKind.TANH: lambda s, x: tanh(s.numerics, x),
+        UnaryKind.GELU: moe.gelu,
+        UnaryKind.GELU_TANH: moe.gelu_tanh,
     }
 )
 

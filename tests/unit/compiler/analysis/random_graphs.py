@@ -427,6 +427,7 @@ STATIC_ONLY = frozenset(
 EMITTERS: dict[str, Emitter] = {
     "sp.constant": lambda g: g.keep(g.add(ExpandOp(g.weights(1, WIDTH), (g.rows, Dim(WIDTH))))),
     **{f"sp.unary:{k}": _unary(k) for k in ("relu", "silu", "neg", "sqrt", "tanh")},
+    **{f"sp.unary:{k}": _unary(k) for k in ("gelu", "gelu_tanh")},
     **{f"sp.unary:{k}": _unary(k) for k in ("exp", "sigmoid", "reciprocal")},
     **{f"sp.binary:{k}": _binary(k) for k in ("add", "sub", "mul", "div")},
     **{
