@@ -99,6 +99,15 @@ TARGETS: Final[tuple[Target, ...]] = (
         verified_on="qemu",
     ),
     Target(
+        id="aarch64-i8mm",
+        arch="aarch64",
+        triple="aarch64-linux-gnu",
+        mcpu="generic+dotprod+i8mm",
+        features=frozenset({"asimd", "asimddp", "i8mm"}),
+        isa=frozenset({"vec128", "dotprod", "i8mm"}),
+        verified_on="qemu",
+    ),
+    Target(
         id="riscv64",
         arch="riscv64",
         triple="riscv64-linux-musl",
