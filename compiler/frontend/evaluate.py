@@ -43,6 +43,8 @@ from compiler.frontend.values import Array, Known, Node, Runtime, Value, stand_i
 from compiler.frontend.writer import Writer
 
 MAX_EXPANDED_NODES: Final = 1 << 16
+FLOAT8: Final = frozenset({"float8_e4m3fn", "float8_e5m2"})
+"""Types of stored weights that are read as f32, exactly; nothing is rounded to them at run time."""
 ALONG_ONE_AXIS: Final = 13
 """From this operator set on a softmax runs along exactly one axis."""
 
@@ -335,7 +337,8 @@ def _needed(nodes: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> list[onn
 def _constant(initializer: onnx.TensorProto) -> Known:
     try:
         array = onnx.numpy_helper.to_array(initializer)
-        stored = array.astype(widened(array.dtype.name), copy=False)
+        kind = array.dtype.name
+        stored = array.astype("float32" if kind in FLOAT8 else widened(kind), copy=False)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise MalformedModelError(
             f"initializer {initializer.name!r} cannot be read: {error}"

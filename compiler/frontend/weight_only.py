@@ -21,13 +21,19 @@ def expand_packed_product(w: Writer) -> None:
     attrs = w.attrs(bits=4)
     x, packed, scales, zeros, order, bias, *_ = w.inputs
     w.need(not order, "its groups are in another order", "export again without a group index")
+    bits = int(attrs["bits"])
+    w.need(
+        bits in BITS,
+        f"codes of {bits} bits",
+        "quantise to 2, 4 or 8 bits: the schema describes no other packing",
+    )
     size = (int(attrs["K"]), int(attrs["N"]))
     matrix = dequantised(
         w.stored(packed, "the packed matrix"),
         w.stored(scales, "the scales"),
         w.stored(zeros, "the zero points") if zeros else None,
         size=size,
-        bits=int(attrs["bits"]),
+        bits=bits,
         block=int(attrs["block_size"]),
     )
     product = w.op("MatMul", x, w.store(matrix), out="" if bias else w.outputs[0])

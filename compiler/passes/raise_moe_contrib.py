@@ -32,6 +32,7 @@ from compiler.dialects.moe import GATED_ACTS, ExpertsOp, RouteOp
 from compiler.dialects.properties import integer
 from compiler.dialects.sp import LinearOp, OnnxOp
 from compiler.dialects.types import shape_of, sizes_at, tensor_type
+from compiler.errors import UnsupportedOperatorError
 from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.contrib_weights import CONTRIB_OPS, INTERLEAVED, read_experts
 from compiler.passes.functions import functions, operations
@@ -58,7 +59,12 @@ class RaiseMoeContrib(Pass):
     name: ClassVar[str] = "raise-moe-contrib"
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
-        """Rewrite every MoE and QMoE whose weights can be read and whose judge agrees."""
+        """Rewrite every MoE and QMoE.
+
+        Raises:
+            UnsupportedOperatorError: Weights cannot be read, or ONNX Runtime disagrees; the
+                message names the node and the reason.
+        """
         notes: list[str] = []
         changed = 0
         for op in operations(module):
@@ -73,26 +79,31 @@ def _raise(op: OnnxOp, ctx: PassContext, notes: list[str]) -> int:
     where = f"{ctx.origins.near(op)} ({op.op.data})"
     experts = read_experts(op, ctx.constants)
     if isinstance(experts, str):
-        notes.append(f"{where} stays as it is: {experts}")
-        return 0
+        raise _refusal(op, ctx, experts)
     unfit = _unfit(op, experts)
     if unfit:
-        notes.append(f"{where} stays as it is: {unfit}")
-        return 0
+        raise _refusal(op, ctx, unfit)
     verdict = _verdict(op, experts, ctx.constants)
     if verdict is False:
-        notes.append(f"{where} stays as it is: our reading disagrees with ONNX Runtime")
-        return 0
+        raise _refusal(op, ctx, "our reading disagrees with ONNX Runtime")
     routed = _routed(op)
     if routed is None:
-        notes.append(f"{where} stays as it is: no linear layer makes its sparse mixer's logits")
-        return 0
+        raise _refusal(op, ctx, "no linear layer makes its sparse mixer's logits")
     judge = "judged by ONNX Runtime" if verdict else "by its definition, no CPU kernel runs it"
     notes.append(f"{where}: {len(experts.w_in)} experts, {experts.act}, {judge}")
-    if _always_normalises(op) and not attr(op, "normalize_routing_weights"):
+    is_mixer = bool(attr(op, "use_sparse_mixer"))
+    if _always_normalises(op) and not is_mixer and not attr(op, "normalize_routing_weights"):
         notes.append(f"{where}: gates are normalised, as ONNX Runtime does for every QMoE")
     _emit(op, experts, *routed, ctx)
     return 1
+
+
+def _refusal(op: OnnxOp, ctx: PassContext, reason: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"operator {op.op.data} (node {ctx.origins.near(op)}): {reason}",
+        hint="export its weights as float32, fp8, or integers of 2, 3, 4 or 8 bits that no kernel"
+        " has packed (weights_prepacked = 0)",
+    )
 
 
 def _unfit(op: OnnxOp, experts: Experts) -> str:

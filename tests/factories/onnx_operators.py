@@ -440,6 +440,7 @@ PACKED: Sequence[OperatorCase] = (
     packed_product(8, 32, zeros=False),
     packed_product(8, 16, zeros=True),
     packed_product(2, 32, zeros=False),
+    packed_product(2, 16, zeros=True),
 )
 SEQUENCE = f32(4, 2, 3)
 RECURRENT: Sequence[OperatorCase] = (

@@ -20,7 +20,7 @@ from compiler.frontend.refused import REFUSED
 from compiler.frontend.sequences import SEQUENCES
 from compiler.passes.reference_select import ONNX_ROWS
 from tests.factories.onnx_control import CONTROL_CASES
-from tests.factories.onnx_operators import GROUPS, OperatorCase, case, f32
+from tests.factories.onnx_operators import GROUPS, OperatorCase, case, f32, packed_product
 from tests.factories.onnx_written import BY_THE_STANDARD, FOLDED, WRITTEN_OUT
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "operators.md"
@@ -93,6 +93,17 @@ def test_what_an_operator_leaves_out_is_refused_by_name(
     with pytest.raises(UnsupportedOperatorError, match=reason) as caught:
         import_pipeline(tmp_path / "out")
     assert f"operator {item.op} (node the_node)" in str(caught.value)
+
+
+@pytest.mark.parametrize("bits", [3, 5])
+def test_other_packed_products_are_refused_by_name(bits: int, tmp_path: Path) -> None:
+    model = packed_product(4, 32, zeros=False).model()
+    next(a for a in model.graph.node[0].attribute if a.name == "bits").i = bits
+    onnx.save(model, tmp_path / "model.onnx")
+    write_submission(tmp_path / "model.onnx", tmp_path / "out", {}, {})
+    with pytest.raises(UnsupportedOperatorError, match=f"codes of {bits} bits") as caught:
+        import_pipeline(tmp_path / "out")
+    assert "2, 4 or 8 bits" in caught.value.hint
 
 
 def test_the_command_prints_what_is_asked_for(capsys) -> None:

@@ -1,11 +1,13 @@
 """MoE and QMoE: layouts, activations, and where ONNX Runtime goes its own way."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from onnx import numpy_helper
 
 from compiler.analysis import moe_meaning
 from compiler.errors import UnsupportedOperatorError
@@ -104,20 +106,177 @@ def test_it_reads_a_sparse_mixer_by_definition(tmp_path: Path) -> None:
     assert any("no CPU kernel runs it" in note for note in pipeline.notes)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"quant_type": "fp4"}, {"expert_weight_bits": 3}, {"weights_prepacked": 1}, {"k": 7}],
-)
-def test_it_leaves_what_it_cannot_read(tmp_path: Path, change: dict[str, Any]) -> None:
-    directory = written(tmp_path, Mix(**SIZES), Contrib(bits=4))
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("normalize", [0, 1])
+def test_it_reads_a_quantised_sparse_mixer_by_definition(
+    tmp_path: Path, bits: int, normalize: int
+) -> None:
+    """Gates are the mixer's own, whatever `normalize_routing_weights` says."""
+    mix = Mix(router="sparsemixer", act="relu", **SIZES)
+    how = Contrib(bits=bits, block=16, normalize=normalize)
+    pipeline = lowered(written(tmp_path / "coded", mix, how))
+    assert calls(pipeline)[0] == "sparsemixer"
+    assert not any("normalised" in note for note in pipeline.notes)
+    plain = lowered(written(tmp_path / "plain", mix))
+    route, experts = pipeline.module.programs[0].calls
+    known, _ = plain.module.programs[0].calls
+    assert route.params == known.params
+    routers = [
+        module.weights[call.weights[0]].array
+        for module, call in ((pipeline.module, route), (plain.module, known))
+    ]
+    assert np.array_equal(*routers)
+    x = block_rows(tmp_path / "plain", 9)
+    wanted = simulated(plain.module, x)
+    off = np.abs(simulated(pipeline.module, x) - wanted).max() / np.abs(wanted).max()
+    assert off < {2: 1.2, 4: 0.3, 8: 0.02}[bits]  # what the codes themselves lose
+    assert len(experts.weights) == 2 * mix.experts
+
+
+@pytest.mark.parametrize("block", [32, 64])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_it_reads_codes_of_three_bits(tmp_path: Path, block: int, zeros: bool) -> None:
+    """The same mixture as its f32 weights; the float kernel of ONNX Runtime judges it."""
+    mix = Mix(act="swiglu", width=64, hidden=64)
+    directory = written(tmp_path / "coded", mix, Contrib(bits=4, block=block))
+    model, arrays = opened(directory)
+    random = np.random.default_rng(4)
+    matrices = {}
+    for name in ("fc1", "fc2"):
+        shape = arrays[name].shape[:2]
+        codes = random.integers(0, 8, (*shape, 64))
+        scales = random.uniform(0.01, 0.05, (*shape, 64 // block)).astype(np.float32)
+        matrices[name] = ((codes - 4) * scales.repeat(block, axis=2)).astype(np.float32)
+        stored = {name: bitstream(codes), f"{name}_scales": scales}
+        if zeros:
+            stored[f"{name}_zeros"] = bitstream(np.full((*shape, 64 // block), 4))
+        replace_arrays(model, stored)
+    set_attributes(model, expert_weight_bits=3, weights_prepacked=0, block_size=block)
+    onnx.save(model, directory / "model.onnx")
+    plain = written(tmp_path / "plain", mix)
+    float_model, _ = opened(plain)
+    replace_arrays(float_model, matrices)
+    onnx.save(float_model, plain / "model.onnx")
+    pipeline = lowered(directory)
+    assert any("judged by ONNX Runtime" in note for note in pipeline.notes)
+    assert module_difference(plain, pipeline.module, 9) < 1e-5
+
+
+@pytest.mark.parametrize("block", [0, 24])
+def test_it_reads_weights_of_eight_bit_floats(tmp_path: Path, block: int) -> None:
+    """float8e4m3fn with a scale per square, the last of them cut, or per expert."""
+    mix = Mix(act="swiglu", **SIZES)
+    directory = written(tmp_path / "coded", mix, Contrib(bits=8))
+    model, arrays = opened(directory)
+    random = np.random.default_rng(5)
+    matrices: dict[str, Array] = {}
+    for name in ("fc1", "fc2"):
+        experts, rows, _ = arrays[name].shape
+        numbers = random.standard_normal((experts, rows, 32))
+        kind = onnx.helper.tensor_dtype_to_np_dtype(onnx.TensorProto.FLOAT8E4M3FN)
+        weight = numbers.astype(kind)
+        if block:
+            squares = (experts, -(-rows // block), -(-32 // block))
+            scales = random.uniform(0.1, 0.3, squares).astype(np.float32)
+            spread = scales.repeat(block, axis=1).repeat(block, axis=2)[:, :rows, :32]
+            replace_arrays(model, {name: weight, f"{name}_scales": scales})
+        else:
+            whole = random.uniform(0.1, 0.3, experts).astype(np.float32)
+            spread = whole[:, None, None]
+            operands = {name: weight, f"{name}_whole": whole}
+            replace_arrays(model, operands, without=[f"{name}_scales"])
+        matrices[name] = (weight.astype(np.float32) * spread).astype(np.float32)
+    set_attributes(model, quant_type="fp8", expert_weight_bits=8, block_size=block)
+    onnx.save(model, directory / "model.onnx")
+    plain = written(tmp_path / "plain", mix)
+    float_model, _ = opened(plain)
+    replace_arrays(float_model, matrices)
+    onnx.save(float_model, plain / "model.onnx")
+    assert module_difference(plain, lowered(directory).module, 9) < 1e-5
+
+
+PLACES = {"fc1": 2, "fc1_scales": 3, "fc1_zeros": 11, "fc1_whole": 15}
+PLACES |= {"fc2": 5, "fc2_scales": 6, "fc2_zeros": 12, "fc2_whole": 16}
+FLOAT_PLACES = {"fc1": 2, "fc2": 4}
+
+
+def opened(directory: Path) -> tuple[onnx.ModelProto, dict[str, Array]]:
+    """Return a model, and the arrays of its mixture's operands by name."""
     model = onnx.load(directory / "model.onnx")
-    node = next(n for n in model.graph.node if n.op_type == "QMoE")
+    node, places = mixture(model)
+    stored = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    names = {name: node.input[at] for name, at in places.items() if at < len(node.input)}
+    return model, {name: stored[key] for name, key in names.items() if key in stored}
+
+
+def mixture(model: onnx.ModelProto) -> tuple[onnx.NodeProto, dict[str, int]]:
+    node = next(n for n in model.graph.node if n.op_type in ("MoE", "QMoE"))
+    return node, FLOAT_PLACES if node.op_type == "MoE" else PLACES
+
+
+def replace_arrays(
+    model: onnx.ModelProto, arrays: dict[str, Array], without: Sequence[str] = ()
+) -> None:
+    """Give the mixture other arrays as operands, by name."""
+    node, places = mixture(model)
+    inputs = [*node.input, *[""] * 21][:21]
+    for name in without:
+        inputs[places[name]] = ""
+    for name, array in arrays.items():
+        inputs[places[name]] = f"replaced_{name}"
+        model.graph.initializer.append(numpy_helper.from_array(array, f"replaced_{name}"))
+    while not inputs[-1]:
+        inputs.pop()
+    node.input[:] = inputs
+
+
+def set_attributes(model: onnx.ModelProto, **change: Any) -> None:
+    node, _ = mixture(model)
     kept = [a for a in node.attribute if a.name not in change]
     del node.attribute[:]
     node.attribute.extend(kept)
     node.attribute.extend(onnx.helper.make_attribute(k, v) for k, v in change.items())
+
+
+def bitstream(codes: Array) -> Array:
+    """Pack codes of three bits along the last axis, lowest bits first."""
+    bits = (codes[..., None] >> np.arange(3)) & 1
+    flat = bits.reshape(*codes.shape[:-1], -1).astype(np.uint8)
+    return np.packbits(flat, axis=-1, bitorder="little")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"quant_type": "fp4"}, "which half of a byte"),
+        ({"quant_type": "nvfp4"}, "which half of a byte"),
+        ({"quant_type": "fp8"}, "without a scale per expert"),
+        ({"expert_weight_bits": 3}, "weights_prepacked = 0"),
+        ({"expert_weight_bits": 5}, "5 bits, read are 2, 3, 4, 8"),
+        ({"weights_prepacked": 1}, "packed for another kernel"),
+        ({"k": 7}, "biases or k"),
+    ],
+)
+def test_it_refuses_what_it_cannot_read_and_says_why(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    directory = written(tmp_path, Mix(**SIZES), Contrib(bits=4))
+    model = onnx.load(directory / "model.onnx")
+    set_attributes(model, **change)
     onnx.save(model, directory / "model.onnx")
-    with pytest.raises(UnsupportedOperatorError, match="QMoE"):
+    with pytest.raises(UnsupportedOperatorError, match=reason) as caught:
+        lowered(directory)
+    assert "operator com.microsoft::QMoE (node " in str(caught.value)
+    assert "weights_prepacked = 0" in caught.value.hint
+
+
+def test_it_refuses_a_sparse_mixer_with_gates_of_its_own(tmp_path: Path) -> None:
+    mix = Mix(router="sigmoid_topk", act="relu", **SIZES)
+    directory = written(tmp_path, mix, Contrib(bits=4))
+    model = onnx.load(directory / "model.onnx")
+    set_attributes(model, use_sparse_mixer=1)
+    onnx.save(model, directory / "model.onnx")
+    with pytest.raises(UnsupportedOperatorError, match="a sparse mixer makes its own gates"):
         lowered(directory)
 
 
