@@ -245,8 +245,6 @@ class _Walk:
 
     def _control(self, proto: onnx.NodeProto) -> None:
         self.expansions += 1
-        if len(self.nodes) > MAX_EXPANDED_NODES:
-            raise _too_many(proto)
         prefix = f"{proto.op_type}{self.expansions}/"
         if proto.op_type == "If":
             condition = bool(self._decided(proto, proto.input[0]).reshape(-1)[0])
@@ -260,6 +258,7 @@ class _Walk:
         going = bool(self._decided(proto, first).reshape(-1)[0]) if first else True
         loop = LoopExpansion(proto, trips if going else 0, prefix)
         for at in range(loop.trips):
+            self._within_limits(proto)
             nodes, condition_name = loop.trip(at)
             self.run(nodes)
             if not self._decided(proto, condition_name).reshape(-1)[0]:
@@ -277,8 +276,13 @@ class _Walk:
         }
         scan.check(trips)
         for at in range(scan.trips):
+            self._within_limits(proto)
             self.run(scan.trip(at))
         self.run(scan.finish())
+
+    def _within_limits(self, proto: onnx.NodeProto) -> None:
+        if len(self.nodes) > MAX_EXPANDED_NODES:
+            raise _too_many(proto)
 
     def _expanded(self, nodes: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> None:
         self.run(_needed(nodes, [name for name in outputs if name]))

@@ -229,6 +229,25 @@ def fourier(w: Writer) -> None:
     w.op("Transpose", both, out=w.outputs[0], perm=[perm.index(at) for at in range(rank)])
 
 
+def short_time_fourier(w: Writer) -> None:
+    """STFT: overlapping frames of a signal, times a window, as products with cosines and sines."""
+    x, step, window, length = w.inputs[:4]
+    onesided = w.attrs(onesided=1)["onesided"]
+    batch, count, *parts = w.shape(x)
+    w.need(parts in ([], [1]), "a complex signal", "write it as Conv with cosines and sines")
+    n = w.shape(window)[0] if window else w.integers(length, "the length of a frame")[0]
+    hop = w.integers(step, "the step")[0]
+    frames = (count - n) // hop + 1
+    places = np.arange(frames)[:, None] * hop + np.arange(n)
+    rows = w.op("Gather", w.reshape(x, batch, count), w.store(places.astype(np.int64)), axis=1)
+    rows = w.op("Mul", rows, window) if window else rows
+    bins = n // 2 + 1 if onesided else n
+    angle = 2 * np.pi * (np.outer(np.arange(n), np.arange(bins)) % n) / n
+    both = [w.store(part.astype(np.float32)) for part in (np.cos(angle), -np.sin(angle))]
+    columns = [w.op("Unsqueeze", w.op("MatMul", rows, part), w.ints(3)) for part in both]
+    w.op("Concat", *columns, out=w.outputs[0], axis=3)
+
+
 def _of_length(w: Writer, x: str, axis: int, n: int) -> str:
     size = w.shape(x)[axis]
     if size >= n:

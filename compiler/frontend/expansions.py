@@ -35,6 +35,7 @@ EXPANSIONS: Final[Expansions] = MappingProxyType(
         "LpPool": p.lp_pool,
         "MaxUnpool": p.max_unpool,
         "RotaryEmbedding": expand_rotary_embedding,
+        "STFT": p.short_time_fourier,
         "TensorScatter": p.tensor_scatter,
         "com.microsoft::MatMulNBits": expand_packed_product,
     }

@@ -62,9 +62,6 @@ REFUSED: Final[Mapping[str, Refusal]] = MappingProxyType(
             "its regions come from a choice of run-time size and there is no kernel for it",
             "cut the model in front of it, or read a fixed number of regions with GridSample",
         ),
-        "STFT": Refusal(
-            "there is no row for it", "write it as Conv with the window's cosines and sines, or DFT"
-        ),
         "Scatter": Refusal(_GONE, "use ScatterElements"),
         "SequenceMap": Refusal(
             "it applies a graph to a sequence of unknown length", "use Loop or Scan"

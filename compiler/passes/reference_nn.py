@@ -265,14 +265,16 @@ def _resize(op: OnnxOp, r: ReferenceCalls) -> list[View]:
         if size == out and scale == 1.0:
             continue
         at = coordinates(str(attr(op, "coordinate_transformation_mode")), size, out, scale)
-        if at is None or integer(op, "antialias") or integer(op, "exclude_outside"):
-            r.sel.refuse("this way of resizing is not supported")
+        if at is None:
+            r.sel.refuse("resizing a part of the picture (tf_crop_and_resize) is not supported")
         if mode == "nearest":
             index = nearest(str(attr(op, "nearest_mode")), at, size)
             x = gathered(r, x, r.constant(index), axis)
         else:
             cubic = number(op, "cubic_coeff_a", -0.75) if mode == "cubic" else None
-            x = _resampled(r, x, axis, *taps(at, size, cubic))
+            shrink = min(scale, 1.0) if integer(op, "antialias") else 1.0
+            only_inside = bool(integer(op, "exclude_outside"))
+            x = _resampled(r, x, axis, *taps(at, size, cubic, shrink, only_inside=only_inside))
     return [x]
 
 
@@ -311,23 +313,42 @@ def nearest(mode: str, at: np.ndarray, size: int) -> np.ndarray:
     return np.asarray(np.clip(found, 0, size - 1), np.int32)
 
 
-def taps(at: np.ndarray, size: int, cubic: float | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices i32 and weights f32, (outputs, taps), of linear or cubic interpolation."""
-    if cubic is None:
+def taps(
+    at: np.ndarray, size: int, cubic: float | None, shrink: float, *, only_inside: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return indices i32 and weights f32, (outputs, taps), of linear or cubic interpolation.
+
+    Args:
+        at: Where each output lies on the input axis.
+        size: Elements of the input axis.
+        cubic: Coefficient a of the cubic, None for linear.
+        shrink: Below 1, the kernel is widened by its inverse, so that no element is passed over.
+        only_inside: Elements outside have no weight; else they are the first or the last.
+    """
+    if cubic is None and shrink == 1.0:
         clipped = np.clip(at, 0, size - 1)
         low = np.floor(clipped)
         rest = (clipped - low).astype(np.float32)
         index = np.stack([low, np.minimum(low + 1, size - 1)], axis=1)
         return index.astype(np.int32), np.stack([1 - rest, rest], axis=1).astype(np.float32)
-    low, a = np.floor(at), cubic
-    d = (at - low).astype(np.float64)
-    near = [1 + d, d, 1 - d, 2 - d]
-    weights = [
-        ((a * v - 5 * a) * v + 8 * a) * v - 4 * a if far else ((a + 2) * v - (a + 3)) * v * v + 1
-        for v, far in zip(near, (True, False, False, True), strict=True)
-    ]
-    index = np.clip(low[:, None] + np.arange(-1, 3), 0, size - 1)
-    return index.astype(np.int32), np.stack(weights, axis=1).astype(np.float32)
+    reach = (1 if cubic is None else 2) / shrink
+    wide = at.astype(np.float64)
+    first = np.floor(wide - reach) + 1
+    index = first[:, None] + np.arange(int(np.ceil(2 * reach)))
+    weights = _kernel(np.abs(index - wide[:, None]) * shrink, cubic)
+    if only_inside:
+        weights = np.where((index < 0) | (index >= size), 0.0, weights)
+    weights = weights / weights.sum(axis=1, keepdims=True)
+    return np.clip(index, 0, size - 1).astype(np.int32), weights.astype(np.float32)
+
+
+def _kernel(away: np.ndarray, a: float | None) -> np.ndarray:
+    """Return the weight of an element by its distance: a triangle, or Keys' cubic."""
+    if a is None:
+        return np.asarray(np.maximum(1 - away, 0))
+    near = ((a + 2) * away - (a + 3)) * away * away + 1
+    far = ((a * away - 5 * a) * away + 8 * a) * away - 4 * a
+    return np.where(away <= 1, near, np.where(away < 2, far, 0.0))
 
 
 def _resampled(

@@ -320,6 +320,25 @@ NETWORK: Sequence[OperatorCase] = (
         label="corners",
     ),
     case("Resize", IMAGE, None, None, ints(1, 4, 18, 16), mode="cubic", label="cubic"),
+    *(
+        case(
+            *("Resize", IMAGE, None, None, ints(1, 4, *size)),
+            mode=mode,
+            antialias=1,
+            exclude_outside=inside,
+            label=f"antialias-{mode}-{size[0]}-{inside}",
+        )
+        for mode, size, inside in (
+            *(("linear", (4, 3), 0), ("linear", (5, 11), 1), ("cubic", (4, 5), 0)),
+            *(("cubic", (3, 16), 1),),
+        )
+    ),
+    case(
+        *("Resize", IMAGE, None, None, ints(1, 4, 13, 17)),
+        mode="cubic",
+        exclude_outside=1,
+        label="inside",
+    ),
 )
 INDEX: Sequence[OperatorCase] = (
     case("Gather", X, i64(4, low=-3, high=2), axis=1),

@@ -9,6 +9,7 @@ from onnx import helper
 
 from compiler.driver import cli
 from compiler.errors import UnsupportedOperatorError
+from compiler.frontend import evaluate
 from compiler.frontend.control_flow import CONTROL
 from compiler.frontend.describe import write_submission
 from compiler.frontend.evaluate import make_node
@@ -93,6 +94,16 @@ def test_what_an_operator_leaves_out_is_refused_by_name(
     with pytest.raises(UnsupportedOperatorError, match=reason) as caught:
         import_pipeline(tmp_path / "out")
     assert f"operator {item.op} (node the_node)" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["loop", "scan"])
+def test_unrolling_has_a_limit(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(evaluate, "MAX_EXPANDED_NODES", 9)
+    (item,) = (item for item in CONTROL_CASES if item.name == name)
+    onnx.save(item.model(), tmp_path / "model.onnx")
+    write_submission(tmp_path / "model.onnx", tmp_path / "out", {}, {})
+    with pytest.raises(UnsupportedOperatorError, match="unrolls to more than 9 nodes"):
+        import_pipeline(tmp_path / "out")
 
 
 @pytest.mark.parametrize("bits", [3, 5])
