@@ -20,6 +20,20 @@ def users_environment() -> dict[str, str]:
     return {**kept, "SPARSEFLEET_NO_BOOTSTRAP": "1"}
 
 
+def test_its_first_commands_share_one_state(tmp_path: Path) -> None:
+    environment = {**users_environment(), "SPARSEFLEET_STATE_DIR": str(tmp_path)}
+    for command in (["migrate", "--verbosity", "0"], ["keys_init"]):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "manage.py"), *command],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.full
 def test_it_plays_the_main_job(tmp_path: Path) -> None:
     summary = tmp_path / "summary.json"
