@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 from django.conf import settings as django_settings
+from hypothesis import settings as hypothesis_settings
 
 from builds.common.auth import Actor
 from builds.common.roles import Role
+
+# Everywhere as in CI: the same examples in every run, and none fails for being slow.
+hypothesis_settings.load_profile("ci")
 
 DATABASE_FIXTURES = {"db", "transactional_db", "live_server", "django_db_setup"}
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -11,15 +12,19 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-START_S = 60.0
+START_S = 300.0
+PORTS = range(20_000, 32_000)
+"""Below the ports that connections get by themselves: none of those takes one that was found free
+before a server binds it."""
 
 
 def free_port() -> int:
     """Return a port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    for port in random.sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"no free port among 100 of {PORTS}")
 
 
 @contextlib.contextmanager
@@ -34,7 +39,7 @@ def redis_server(folder: Path) -> Iterator[str]:
             yield f"redis://127.0.0.1:{port}/0"
         finally:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 @contextlib.contextmanager
@@ -82,7 +87,7 @@ def _system_postgres(folder: Path) -> Iterator[str]:
             yield f"postgres://postgres@127.0.0.1:{port}/postgres"
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(120)
 
 
 def _wait_for(port: int) -> None:

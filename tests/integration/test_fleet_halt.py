@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.integration.engines import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 1.0
 PIECE_BYTES = 64 * 1024
@@ -42,12 +44,6 @@ class Platform:
         headers = {"Authorization": f"Bearer {self.facts['api_token']}"}
         with self.client(headers=headers) as client:
             return client.post(f"/api/v1/rollouts/{self.facts['rollout']}/{name}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ class TestHost:
         assert not stuck.closed
         stuck.behaviour["answer"] = "ok"
         stuck.never.set()
-        thread.join(5)
+        thread.join(60)
 
     def test_it_swaps_under_fire(self) -> None:
         host = SessionHost()
@@ -220,7 +220,7 @@ class TestHost:
             host.swap(ToyAnswerer(f"{number:064d}", {"version": str(number)}))
         stop.set()
         for thread in threads:
-            thread.join(5)
+            thread.join(60)
         assert failures == []
 
 

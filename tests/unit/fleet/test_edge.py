@@ -244,7 +244,9 @@ def test_it_does_not_believe_that_a_device_runs_what_it_cannot_have(fleet, wire)
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_it_answers_what_the_slow_view_answers(fleet, wire, data):

@@ -142,7 +142,9 @@ REPORTABLE = [S.DOWNLOADING, S.DOWNLOADED, S.APPLYING, S.STAGED, S.ACTIVATING, S
 
 
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(order=st.permutations(range(6)), repeats=st.lists(st.integers(0, 5), max_size=4))
 def test_it_ends_the_same_whatever_order_reports_come_in(update, order, repeats):

@@ -53,7 +53,7 @@ ENCODINGS = {
 
 
 def tool(*command: str, text: str) -> str:
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[:2000]
     return done.stdout
 
