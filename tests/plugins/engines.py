@@ -25,7 +25,7 @@ ENGINES = {
     "redis": (lambda: bool(shutil.which("redis-server")), "Redis: apt-get install redis-server"),
     "browser": (lambda: bool(shutil.which("chromium")), "Chromium: apt-get install chromium"),
 }
-TEST_TIMEOUT_S = 900
+TEST_TIMEOUT_S = 1_800
 FULL_HINT = "long campaigns: python3 manage.py test --full"
 _left_out: Counter[str] = Counter()
 
