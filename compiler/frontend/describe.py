@@ -17,7 +17,11 @@ from typing import Any, Final
 import onnx
 
 from compiler.errors import MalformedModelError
+from compiler.frontend.contrib_bodies import expand_contrib
+from compiler.frontend.evaluate import needed
+from compiler.frontend.function_bodies import inline_operators
 from compiler.frontend.onnx_file import external_files, read_model
+from compiler.frontend.operator_check import require_operators
 from compiler.frontend.pipeline_json import FILE_NAME, SCHEMA, read_pipeline
 from compiler.passes.pipeline_spec import (
     FAMILY_GRAPH,
@@ -68,6 +72,7 @@ def write_submission(
     Raises:
         MalformedModelError: The file is broken; a size or constant names nothing in the file; or
             axes are left open: the message lists them and the hint says how to give them.
+        UnsupportedOperatorError: Operators have no rule; the message names them all.
     """
     model = read_model(source)
     initializers = {item.name for item in model.graph.initializer}
@@ -79,6 +84,7 @@ def write_submission(
         for info, role in zip(inputs, _roles(inputs, constants), strict=True)
     }
     document = _document(entries, list(model.graph.output), quantise)
+    _check_operators(model, source.name)
     out.mkdir(parents=True, exist_ok=True)
     for name in external_files(source):
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +92,13 @@ def write_submission(
     shutil.copyfile(source, out / MODEL_FILE)
     (out / FILE_NAME).write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     return read_pipeline(out)
+
+
+def _check_operators(model: onnx.ModelProto, file: str) -> None:
+    """Refuse a model of operators without a rule now, and not when it is compiled."""
+    plain = inline_operators(model, file)
+    expand_contrib(plain)
+    require_operators(needed(plain.graph.node, [info.name for info in plain.graph.output]))
 
 
 def _document(

@@ -29,15 +29,14 @@ from compiler.frontend.fold_rules import ANNOUNCED
 from compiler.frontend.generic_rules import LATEST
 from compiler.frontend.limits import FoldBudget
 from compiler.frontend.node_numbers import marked, name_of, numbers_of
-from compiler.frontend.onnx_file import DEFAULT_DOMAINS
 from compiler.frontend.onnx_ops import (
     OPERATORS,
     REQUIRED,
     OnnxOperator,
     plain_value,
 )
-from compiler.frontend.refused import REFUSED
-from compiler.frontend.sequences import SEQUENCES, Sequences, is_held, resolve
+from compiler.frontend.operator_check import kind_of, require_operators, unsupported
+from compiler.frontend.sequences import Sequences, is_held, resolve
 from compiler.frontend.shape_rules import widened
 from compiler.frontend.values import Array, Known, Node, Runtime, Value, stand_in
 from compiler.frontend.writer import Writer
@@ -102,11 +101,6 @@ class Evaluation:
         return [axis for axis in axes if axis is not None] if None not in axes else None
 
 
-def kind_of(proto: onnx.NodeProto) -> str:
-    """Return an operator's name, with its domain unless it is the default one."""
-    return proto.op_type if proto.domain in DEFAULT_DOMAINS else f"{proto.domain}::{proto.op_type}"
-
-
 def make_node(proto: onnx.NodeProto, opset: int = 0) -> tuple[Node, OnnxOperator]:
     """Return a node with complete attributes, and its row.
 
@@ -117,7 +111,7 @@ def make_node(proto: onnx.NodeProto, opset: int = 0) -> tuple[Node, OnnxOperator
     name = name_of(proto)
     row = OPERATORS.get(kind)
     if row is None:
-        raise _unsupported(kind, name)
+        raise unsupported({kind: [name]})
     attrs, given = dict(row.attrs), {}
     for attribute in proto.attribute:
         if attribute.name not in attrs:
@@ -137,16 +131,6 @@ def make_node(proto: onnx.NodeProto, opset: int = 0) -> tuple[Node, OnnxOperator
         raise MalformedModelError(f"operator {kind} (node {name}) has no {missing[0]!r}")
     inputs, outputs = tuple(proto.input), tuple(proto.output)
     return Node(kind, name, inputs, outputs, attrs, given, opset, numbers_of(proto)), row
-
-
-def _unsupported(kind: str, name: str) -> UnsupportedOperatorError:
-    refusal = REFUSED.get(kind)
-    reason = f": {refusal.reason}" if refusal else ""
-    known = sorted({*OPERATORS, *EXPANSIONS, *SEQUENCES, *CONTROL})
-    hint = refusal.way_out if refusal else "supported operators: " + ", ".join(known)
-    return UnsupportedOperatorError(
-        f"operator {kind} (node {name}) is not supported{reason}", hint=hint
-    )
 
 
 def evaluate(
@@ -181,7 +165,9 @@ def evaluate(
             "sparse initializers are not supported", hint="store weights as dense tensors"
         )
     walk = _Walk(values, bindings, budget, opset)
-    walk.run(_needed(graph.node, outputs))
+    nodes = needed(graph.node, outputs)
+    require_operators(nodes)
+    walk.run(nodes)
     return Evaluation(bindings, values, walk.nodes, frozenset(walk.reached))
 
 
@@ -285,7 +271,7 @@ class _Walk:
             raise _too_many(proto)
 
     def _expanded(self, nodes: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> None:
-        self.run(_needed(nodes, [name for name in outputs if name]))
+        self.run(needed(nodes, [name for name in outputs if name]))
 
     def _decided(self, proto: onnx.NodeProto, name: str) -> Array:
         family = self.values.get(name)
@@ -328,7 +314,8 @@ def _along_last(node: Node, values: Mapping[str, Family]) -> Node:
     return replace(node, attrs={**node.attrs, "axis": axis})
 
 
-def _needed(nodes: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> list[onnx.NodeProto]:
+def needed(nodes: Sequence[onnx.NodeProto], outputs: Sequence[str]) -> list[onnx.NodeProto]:
+    """Return the nodes that `outputs` depend on, in file order."""
     wanted = set(outputs)
     kept = []
     for proto in reversed(nodes):

@@ -7,9 +7,10 @@ import onnx
 import pytest
 from onnx import helper
 
-from compiler.errors import MalformedModelError
+from compiler.errors import MalformedModelError, UnsupportedOperatorError
 from compiler.frontend.describe import write_submission
 from compiler.frontend.importer import import_pipeline
+from compiler.frontend.operator_check import require_operators
 
 
 def model(tmp_path: Path) -> Path:
@@ -83,3 +84,36 @@ def test_it_names_the_element_types_an_input_may_have(tmp_path: Path) -> None:
     with pytest.raises(MalformedModelError, match="element type string") as caught:
         import_pipeline(tmp_path / "s")
     assert "float32" in caught.value.hint
+
+
+def test_it_names_every_operator_without_a_rule_before_it_writes(tmp_path: Path) -> None:
+    kinds = onnx.TensorProto
+    nodes = [
+        helper.make_node("Fancy", ["x"], ["a"], domain="acme", name="f1"),
+        helper.make_node("Fancy", ["a"], ["b"], domain="acme", name="f2"),
+        helper.make_node("RandomNormalLike", ["b"], ["c"], name="noise"),
+        helper.make_node("Add", ["b", "c"], ["y"]),
+        helper.make_node("Unread", ["x"], ["z"], domain="acme"),
+    ]
+    info = [helper.make_tensor_value_info(name, kinds.FLOAT, [2]) for name in "xy"]
+    graph = helper.make_graph(nodes, "g", info[:1], info[1:])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("acme", 1)]
+    path = tmp_path / "g.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    with pytest.raises(UnsupportedOperatorError) as caught:
+        write_submission(path, tmp_path / "s", {}, {})
+    assert str(caught.value) == (
+        "operators acme::Fancy (node f1 and 1 more), RandomNormalLike (node noise)"
+        " are not supported"
+    )
+    random, supported = caught.value.hint.splitlines()
+    assert random.startswith("RandomNormalLike: its result is random")
+    assert "feed them as an input" in random
+    assert supported.startswith("supported operators: ")
+    assert not (tmp_path / "s").exists()
+
+
+def test_it_names_one_operator_with_the_way_out() -> None:
+    with pytest.raises(UnsupportedOperatorError, match=r"RandomNormal \(node r\)") as caught:
+        require_operators([helper.make_node("RandomNormal", [], ["y"], name="r", shape=[2])])
+    assert caught.value.hint == "draw the numbers in the application and feed them as an input"
