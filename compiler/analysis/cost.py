@@ -1,48 +1,103 @@
-"""What a four-bit weight costs in each layout: stored bytes, and the time of one product.
+"""What a four-bit weight costs in each layout: stored bytes, workspace, and the time of a product.
 
-`AssignLayouts` chooses by it, `benchmarks.layouts` measures its points and its error. Time is a sum
-of roofline terms (an upper bound of their maximum, and linear, so that it can be fitted):
+`AssignLayouts` chooses by it, `benchmarks.layouts` measures its points and its regret. Time is a
+sum of terms, linear so that it can be fitted, with coefficients of its own per family of layouts:
 
-    t = a * bytes + b * rows * tiles * 512 + c * rows * K + d * rows * N
-        + e * [tiled] * rows * tiles + f
+    dense, tiles   bytes | rows * tiles * 512 | rows * K | rows * N | [tiled] rows * tiles | 1
+    csr, coo       single * elements | wide * elements | rows * K | single * N | wide * N | 1
+    blocked ELL    rows * blocks | pairs * blocks | rows * K | rows * N | 1
 
-bytes: stored bytes read once per product; tiles: stored 16 x 32 tiles; rows: activation rows. The
-coefficients are not negative: least squares under that condition (Lawson and Hanson, Solving Least
-Squares Problems, 1974, chapter 23) over `layout_points.POINTS`.
+bytes: stored bytes, read once; tiles: stored 16 x 32 tiles; rows: activation rows; single, wide,
+pairs: how often a kernel goes over the weight with one, eight or two rows. Coefficients are not
+negative: least squares of the relative error under that condition (Lawson and Hanson, Solving
+Least Squares Problems, 1974, chapter 23) over `layout_points.POINTS`.
 
-Formats that no kernel reads stand in the table with their bytes and `emitted=False`; their time is
-unknown, so they are never chosen.
+2:4 per row is priced in bytes and never emitted: choosing activations per row costs what the halved
+multiplication saves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compiler.analysis.layout_points import POINTS
-from compiler.contract.tiles import GROUP, PANEL, TILE_BYTES, tile_bytes
+from compiler.analysis.least_squares import nonnegative_least_squares
+from compiler.contract.elements import (
+    ELL_COLS,
+    ELL_ROWS,
+    MAX_COO_ROWS,
+    WORKSPACE_BUDGET_BYTES,
+    stored_bytes,
+    workspace_bytes,
+)
+from compiler.contract.plan_format import Kind
+from compiler.contract.tiles import GROUP, MAX_GROUPS, PANEL, TILE_BYTES, tile_bytes
 
 Array = NDArray[Any]
 DENSE: Final = "dense"
 TILES: Final = "tiles"
-WORKSPACE_BUDGET_BYTES: Final = 2 * 1024 * 1024
-_ELL_ROWS, _ELL_COLS = 32, 4
-_WIDE_INDEX: Final = 2
-_MOST_PASSES: Final = 50
+CSR: Final = "csr"
+COO: Final = "coo"
+ELL: Final = "blocked_ell<32,4>"
+N_OF_M: Final = "structured[2,4]"
+EMITTED: Final = (DENSE, TILES, CSR, COO, ELL)
+"""Layouts that kernels read, as `compiler.kernels.program.W4_LAYOUTS` calls them."""
+KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
+    {
+        DENSE: Kind.W4,
+        TILES: Kind.W4_TILES,
+        CSR: Kind.W4_CSR,
+        COO: Kind.W4_COO,
+        ELL: Kind.W4_ELL,
+    }
+)
+BLOCKS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
+    {TILES: (PANEL, GROUP), CSR: (1, 1), COO: (1, 1), ELL: (ELL_ROWS, ELL_COLS)}
+)
+"""What a layout stores or leaves out as a whole: rows and columns."""
+LANES: Final = 8
+_FEWEST_WIDE: Final = 3
+_FAMILIES: Final[Mapping[str, str]] = MappingProxyType({DENSE: TILES, ELL: "ell"})
 
 
-class TileCount(NamedTuple):
-    """Stored and all tiles of a weight, its elements that are not zero, and its shape."""
+class ZeroCount(NamedTuple):
+    """What is stored of a weight in each layout, and its shape.
+
+    Attributes:
+        live: Tiles of 16 x 32 that hold anything but zeros, of `tiles`.
+        nonzero: Elements that are not zero, of `elements`.
+        blocks: Blocks of 32 x 4 that blocked ELL stores, padding included, of `all_blocks`.
+        rows: N, of all matrices if there are several.
+        cols: K.
+        is_2_of_4: Whether at most two of every four neighbours of a row are not zero.
+    """
 
     live: int
     tiles: int
     nonzero: int
+    elements: int
+    blocks: int
+    all_blocks: int
     rows: int
     cols: int
-    ell_width: int
+    is_2_of_4: bool = False
+
+    @property
+    def units(self) -> Mapping[str, int]:
+        """How many tiles, elements or blocks each layout stores."""
+        counts = (self.tiles, self.live, self.nonzero, self.nonzero, self.blocks)
+        return dict(zip(EMITTED, counts, strict=True))
+
+    @property
+    def most(self) -> Mapping[str, int]:
+        """How many there are."""
+        counts = (self.tiles, self.tiles, self.elements, self.elements, self.all_blocks)
+        return dict(zip(EMITTED, counts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,135 +106,168 @@ class LayoutCost:
 
     Attributes:
         bytes: Stored bytes.
-        workspace_bytes: Bytes that a conversion at run time would need; 0 for weights, which are
-            converted when they are compiled.
-        microseconds: Predicted time of one product with one row; None if nothing was measured.
-        emitted: Whether kernels read it.
+        workspace_bytes: Bytes that kernels need at run time to lay activations out for it.
+        microseconds: Predicted time of the products; None if nothing was measured.
+        refused: Why it may not be chosen, whatever it costs; empty if it may.
     """
 
     layout: str
     bytes: int
     workspace_bytes: int
     microseconds: float | None
-    emitted: bool
+    refused: str = ""
 
 
-def count_tiles(array: Array) -> TileCount:
-    """Count the tiles of a weight (N, K) that hold anything but zeros."""
+def count_zeros(array: Array) -> ZeroCount:
+    """Count what is stored of a weight (N, K) in each layout."""
     rows, cols = array.shape
-    filled = _blocks(array != 0, PANEL, GROUP)
-    ell = _blocks(array != 0, _ELL_ROWS, _ELL_COLS)
-    return TileCount(
-        int(filled.sum()),
-        filled.size,
-        int(np.count_nonzero(array)),
-        rows,
-        cols,
-        int(ell.sum(axis=1).max()),
+    filled = array != 0
+    tiles = _blocks(filled, PANEL, GROUP)
+    small = _blocks(filled, ELL_ROWS, ELL_COLS)
+    return ZeroCount(
+        live=int(tiles.sum()),
+        tiles=tiles.size,
+        nonzero=int(filled.sum()),
+        elements=filled.size,
+        blocks=len(small) * int(small.sum(axis=1).max()),
+        all_blocks=small.size,
+        rows=rows,
+        cols=cols,
+        is_2_of_4=bool((_padded(filled, 1, 4).reshape(-1, 4).sum(axis=1) <= 2).all()),
     )
 
 
-def cost_table(count: TileCount) -> tuple[LayoutCost, ...]:
-    """Return what a weight costs in each layout, for one activation row."""
-    panels, codes = -(-count.rows // PANEL), -(-count.nonzero // 2)
-    dense = count.tiles * (TILE_BYTES + PANEL) + panels * PANEL * 4
-    ell = -(-count.rows // _ELL_ROWS) * count.ell_width
-    return (
-        LayoutCost(DENSE, dense, 0, predict(1, count, tiled=False), emitted=True),
-        LayoutCost(
-            TILES,
-            tile_bytes(count.rows, count.live),
-            0,
-            predict(1, count, tiled=True),
-            emitted=True,
-        ),
-        LayoutCost(
-            "csr",
-            codes + _WIDE_INDEX * count.nonzero + 4 * (count.rows + 1),
-            0,
-            None,
-            emitted=False,
-        ),
-        LayoutCost("coo", codes + 2 * _WIDE_INDEX * count.nonzero, 0, None, emitted=False),
-        LayoutCost(
-            f"blocked_ell<{_ELL_ROWS},{_ELL_COLS}>",
-            ell * (_ELL_ROWS * _ELL_COLS // 2 + _WIDE_INDEX),
-            0,
-            None,
-            emitted=False,
-        ),
-    )
+def cost_table(
+    count: ZeroCount,
+    rows: Collection[int] = (1,),
+    budget_bytes: int = WORKSPACE_BUDGET_BYTES,
+    readable: Collection[str] = EMITTED,
+) -> tuple[LayoutCost, ...]:
+    """Return what a weight costs in each layout, dense first.
+
+    Args:
+        count: What is stored of it.
+        rows: Activation rows of each product with it; times are their sum.
+        budget_bytes: The most workspace that a layout may need.
+        readable: The layouts that the kernels of all those products read.
+    """
+    table = [_row(layout, count, rows, budget_bytes, readable) for layout in EMITTED]
+    if count.is_2_of_4:
+        codes = count.elements * 3 // 8
+        stored = codes + -(-count.rows // PANEL) * PANEL * (-(-count.cols // GROUP) + 4)
+        reason = "no kernel: picking activations per row costs what it saves"
+        table.append(LayoutCost(N_OF_M, stored, 0, None, reason))
+    return tuple(table)
 
 
-def choose(count: TileCount, budget_bytes: int = WORKSPACE_BUDGET_BYTES) -> LayoutCost:
-    """Return the cheapest emitted layout within the workspace budget; ties go to the first."""
-    known = [row for row in cost_table(count) if row.emitted and row.microseconds is not None]
-    able = [row for row in known if row.workspace_bytes <= budget_bytes]
-    if count.live in (0, count.tiles):
-        return known[0]
+def choose(
+    count: ZeroCount,
+    rows: Collection[int] = (1,),
+    budget_bytes: int = WORKSPACE_BUDGET_BYTES,
+    readable: Collection[str] = EMITTED,
+) -> LayoutCost:
+    """Return the cheapest layout that may be chosen; ties go to the first of the table."""
+    return cheapest(cost_table(count, rows, budget_bytes, readable))
+
+
+def cheapest(table: Iterable[LayoutCost]) -> LayoutCost:
+    """Return the cheapest row of a cost table that may be chosen; ties go to the first."""
+    able = [row for row in table if not row.refused and row.microseconds is not None]
     return min(able, key=lambda row: row.microseconds or 0.0)
 
 
-def predict(rows: int, count: TileCount, *, tiled: bool) -> float:
+def _row(
+    layout: str,
+    count: ZeroCount,
+    rows: Collection[int],
+    budget_bytes: int,
+    readable: Collection[str],
+) -> LayoutCost:
+    workspace = workspace_bytes(KINDS[layout], count.cols)
+    reason = _reason(layout, count)
+    if layout not in readable:
+        reason = reason or "the kernel of its call reads dense panels and live tiles only"
+    if workspace > budget_bytes:
+        reason = reason or f"needs {workspace} bytes of workspace, the budget is {budget_bytes}"
+    spent = sum(predict(layout, each, count) for each in rows)
+    return LayoutCost(layout, _stored_bytes(layout, count), workspace, spent, reason)
+
+
+def _reason(layout: str, count: ZeroCount) -> str:
+    """Return why a weight cannot be stored so, or nothing."""
+    if layout == DENSE:
+        return ""
+    units = count.units[layout]
+    if units == count.most[layout] or not count.nonzero:
+        return "nothing is left out" if units else "nothing is stored"
+    if layout == TILES and count.cols > MAX_GROUPS * GROUP:
+        return f"its index counts {MAX_GROUPS} groups"
+    if layout == COO and count.rows > MAX_COO_ROWS:
+        return f"its index counts {MAX_COO_ROWS} rows"
+    return ""
+
+
+def _stored_bytes(layout: str, count: ZeroCount) -> int:
+    units = count.units[layout]
+    if layout == DENSE:
+        return units * (TILE_BYTES + PANEL) + -(-count.rows // PANEL) * PANEL * 4
+    if layout == TILES:
+        return tile_bytes(count.rows, units)
+    if layout == ELL:
+        return stored_bytes(Kind.W4_ELL, count.rows, units // -(-count.rows // ELL_ROWS))
+    return stored_bytes(KINDS[layout], count.rows, units)
+
+
+def predict(layout: str, rows: int, count: ZeroCount) -> float:
     """Return the predicted microseconds of one product with `rows` activation rows."""
-    return float(_terms(rows, count, tiled=tiled) @ coefficients())
+    terms = _terms(layout, rows, count.rows, count.cols, count.units[layout])
+    return float(terms @ coefficients(_FAMILIES.get(layout, layout)))
 
 
 @cache
-def coefficients() -> Array:
-    """Return the coefficients, fitted to the relative error of the measured points."""
-    terms, times = [], []
-    for rows, n, k, live, tiled, microseconds in POINTS:
-        count = TileCount(live, -(-n // PANEL) * -(-k // GROUP), 0, n, k, 0)
-        terms.append(_terms(rows, count, tiled=tiled) / microseconds)
-        times.append(1.0)
-    return nonnegative_least_squares(np.array(terms), np.array(times))
+def coefficients(family: str) -> Array:
+    """Return the coefficients of a family: `tiles` (dense too), `csr`, `coo` or `ell`."""
+    points = [point for point in POINTS if _FAMILIES.get(point[0], point[0]) == family]
+    terms = [_terms(*point[:5]) / point[5] for point in points]
+    return nonnegative_least_squares(np.array(terms), np.ones(len(terms)))
 
 
-def _terms(rows: int, count: TileCount, *, tiled: bool) -> Array:
-    tiles = count.live if tiled else count.tiles
-    stored = tiles * (TILE_BYTES + PANEL)
-    index = rows * tiles if tiled else 0
-    macs = rows * tiles * PANEL * GROUP
-    return np.array([stored, macs, rows * count.cols, rows * count.rows, index, 1], np.float64)
+def _terms(layout: str, rows: int, n: int, k: int, units: int) -> Array:
+    if layout in (DENSE, TILES):
+        index = rows * units if layout == TILES else 0
+        stored = units * (TILE_BYTES + PANEL)
+        terms = [stored, rows * units * PANEL * GROUP, rows * k, rows * n, index, 1]
+    elif layout == ELL:
+        terms = [rows * units, -(-rows // 2) * units, rows * k, rows * n, 1]
+    else:
+        left = rows % LANES
+        wide = rows // LANES + (left >= _FEWEST_WIDE)
+        single = left if left < _FEWEST_WIDE else 0
+        terms = [single * units, wide * units, rows * k, single * n, wide * n, 1]
+    return np.array(terms, np.float64)
 
 
-def nonnegative_least_squares(a: Array, b: Array) -> Array:
-    """Return x >= 0 that minimises |a x - b|, by active sets; columns are scaled first."""
-    scale = np.maximum(np.abs(a).max(axis=0), 1e-30)
-    scaled = a / scale
-    x = np.zeros(a.shape[1])
-    free = np.zeros(a.shape[1], bool)
-    for _ in range(_MOST_PASSES):
-        gradient = scaled.T @ (b - scaled @ x)
-        if free.all() or gradient[~free].max() <= 1e-10:
-            break
-        free[np.argmax(np.where(free, -np.inf, gradient))] = True
-        while True:
-            step = np.zeros_like(x)
-            step[free] = np.linalg.lstsq(scaled[:, free], b, rcond=None)[0]
-            falling = free & (step <= 0)
-            if not falling.any():
-                x = step
-                break
-            share = (x[falling] / np.maximum(x[falling] - step[falling], 1e-300)).min()
-            x = x + share * (step - x)
-            free &= x > 1e-15
-            x[~free] = 0.0
-    return np.asarray(x / scale)
+def relative_errors() -> Array:
+    """Return |predicted / measured - 1| for each fitted point."""
+    return np.array(
+        [
+            abs(
+                float(_terms(*point[:5]) @ coefficients(_FAMILIES.get(point[0], point[0])))
+                / point[5]
+                - 1.0
+            )
+            for point in POINTS
+        ]
+    )
 
 
-def _blocks(filled: Array, high: int, wide: int) -> Array:
+def _padded(filled: Array, high: int, wide: int) -> Array:
     rows, cols = filled.shape
     padded = np.zeros((-(-rows // high) * high, -(-cols // wide) * wide), bool)
     padded[:rows, :cols] = filled
-    return np.asarray(padded.reshape(padded.shape[0] // high, high, -1, wide).any(axis=(1, 3)))
+    return padded
 
 
-def worst_errors(points: Sequence[tuple[int, int, int, int, bool, float]]) -> Array:
-    """Return |predicted / measured - 1| for each point."""
-    found = []
-    for rows, n, k, live, tiled, microseconds in points:
-        count = TileCount(live, -(-n // PANEL) * -(-k // GROUP), 0, n, k, 0)
-        found.append(abs(predict(rows, count, tiled=tiled) / microseconds - 1.0))
-    return np.array(found)
+def _blocks(filled: Array, high: int, wide: int) -> Array:
+    padded = _padded(filled, high, wide)
+    return np.asarray(padded.reshape(len(padded) // high, high, -1, wide).any(axis=(1, 3)))

@@ -247,6 +247,32 @@ class NativePlan:
         finally:
             self._lock.release()
 
+    def check_counts(self, program: str) -> dict[int, tuple[int, int]]:
+        """Return, by call with a run-time check, how often it held and how often it did not.
+
+        Counted since the plan was loaded, single calls of `run_calls` included. Kernels built
+        before there were checks count nothing.
+
+        Raises:
+            NativeError: There is no such program, or the plan is closed.
+        """
+        library = self._library
+        chosen = self._programs.get(program) if library is not None else None
+        if library is None or chosen is None:
+            raise NativeError(f"there is no program {program!r}, or the plan is closed")
+        if library.check_counts is None:
+            return {}
+        counts, found = (ctypes.c_uint64 * 2)(), {}
+        for at, call in enumerate(self.plan.programs[chosen.number].calls):
+            if call.params.get("check"):
+                status = library.check_counts(
+                    self._context, chosen.number, at, ctypes.addressof(counts)
+                )
+                if status:
+                    raise_status(status, f"counts of program {program!r} call {at}")
+                found[at] = (int(counts[0]), int(counts[1]))
+        return found
+
     def _fill(self, program: _Program, inputs: Mapping[str, Buffer]) -> int:
         if inputs.keys() != program.inputs.keys():
             raise NativeError(f"inputs must be {sorted(program.inputs)}, not {sorted(inputs)}")

@@ -80,6 +80,7 @@ class KernelLibrary:
         self.lend = self._bind_newer("sf_lend", pointer)
         self.work = self._bind_newer("sf_work", pointer)
         self.release = self._bind_newer("sf_release", pointer)
+        self.check_counts = self._bind_newer("sf_check_counts", pointer, u32, u32, pointer)
 
     def _bind_newer(self, name: str, *arguments: type) -> "ctypes._FuncPointer | None":
         function = getattr(self._lib, name, None)
@@ -98,6 +99,7 @@ class KernelLibrary:
     lend: "ctypes._FuncPointer | None"
     work: "ctypes._FuncPointer | None"
     release: "ctypes._FuncPointer | None"
+    check_counts: "ctypes._FuncPointer | None"
 
     def close(self) -> None:
         """Unload the library; nothing of it may be called afterwards."""

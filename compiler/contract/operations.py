@@ -26,7 +26,9 @@ class Op(IntEnum):
     """x (R, K), [residual (R, N)]; weight w4 (N, K), [bias f32 (N)],
     [gamma f32 (K), [beta f32 (K)]] -> (R, N).
     `y = residual + act(float(acc) * (r * xscale) + bias)`; K <= 8192.
-    norm 0: of x; otherwise of NORM of x with gamma, beta and eps, kind = norm - 1."""
+    norm 0: of x; otherwise of NORM of x with gamma, beta and eps, kind = norm - 1.
+    check > 0 claims that at most `check` groups of 32 columns of the quantised rows hold anything
+    but zeros: looked at in every run, it decides what is read, never what comes out."""
     LINEAR_F32 = 4
     """As LINEAR with weight f32 (N, K). Small matrices."""
     NORM = 5
@@ -254,6 +256,8 @@ class Param:
 
 MAX_DIM: Final = 1 << 20
 MAX_PARAMS: Final = 8
+MAX_CHECKED_GROUPS: Final = 256
+"""Groups of 32 columns that a linear operation can have."""
 _FLOAT_MAX: Final = 3.0e38
 
 
@@ -269,7 +273,12 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
     {
         Op.IMAGE_U8: (_f("divide", 1e-30), _f("subtract")),
         Op.EMBED: (),
-        Op.LINEAR: (_act(), Param("norm", 0, max(NormKind) + 1, 0), _f("eps", 0.0, 0.0)),
+        Op.LINEAR: (
+            _act(),
+            Param("norm", 0, max(NormKind) + 1, 0),
+            _f("eps", 0.0, 0.0),
+            Param("check", 0, MAX_CHECKED_GROUPS, 0),
+        ),
         Op.LINEAR_F32: (_act(), Param("norm", 0, max(NormKind) + 1, 0), _f("eps", 0.0, 0.0)),
         Op.NORM: (Param("kind", 0, max(NormKind)), _f("eps", 0.0)),
         Op.ROPE: (Param("heads", 1, MAX_DIM),),

@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from compiler.contract.elements import SMALL_KINDS, stored_count
 from compiler.contract.errors import ContractError
 from compiler.contract.expert_pages import check_pages
+from compiler.contract.moe_rules import MAX_LINEAR_K
 from compiler.contract.operand_rules import (
     KvShape,
     OperandError,
@@ -270,6 +272,11 @@ def _read_weight(row: tuple[object, ...], sections: tuple[PlanSection, ...]) -> 
             live_tiles(rows, cols, length) is not None,
             f"{length} bytes hold no number of tiles of a weight of {rows} x {cols}",
         )
+    elif Kind(kind) in SMALL_KINDS:
+        _need(
+            cols <= MAX_LINEAR_K and stored_count(Kind(kind), rows, cols, length) is not None,
+            f"{length} bytes hold no {Kind(kind).name} weight of {rows} x {cols}",
+        )
     else:
         expected = weight_bytes(Kind(kind), rows, cols)
         _need(
@@ -368,6 +375,13 @@ def _check_program(plan: Plan, program: PlanProgram) -> None:
 
 def _operands(plan: Plan, call: PlanCall) -> Operands:
     weights = [_weight_shape(plan, at) for at in call.weights]
+    for at, weight in enumerate(call.weights):
+        _need(
+            weight == -1
+            or plan.weights[weight].kind not in SMALL_KINDS
+            or (call.op is Op.LINEAR and at == 0),
+            f"{call.op.name} cannot read weight {weight} as it is stored",
+        )
     if call.op is Op.CONV2D and weights and weights[0] is not None:
         _need(weights[0].kind == "taps", "CONV2D needs its weight stored by taps")
         weights[0] = weights[0]._replace(kind="f32")

@@ -61,6 +61,12 @@ class Kind(IntEnum):
     ALIGNMENT; the value is `float(code) * step`."""
     I16_ROWS = 6
     """The same with i16 codes."""
+    W4_CSR = 7
+    """Elements of W4 that are not zero, by row; this and what follows: `contract.elements`."""
+    W4_COO = 8
+    """Elements of W4 that are not zero, each with its row."""
+    W4_ELL = 9
+    """Blocks of 32 x 4 of W4, equally many per 32 rows."""
 
 
 class Direction(IntEnum):
@@ -163,6 +169,9 @@ KIND_NAMES: Final = {
     Kind.W4_TILES: "w4",
     Kind.I8_ROWS: "i8",
     Kind.I16_ROWS: "i16",
+    Kind.W4_CSR: "w4",
+    Kind.W4_COO: "w4",
+    Kind.W4_ELL: "w4",
 }
 CODE_BYTES: Final = {Kind.I8_ROWS: 1, Kind.I16_ROWS: 2}
 

@@ -33,12 +33,12 @@ from xdsl.utils.exceptions import VerifyException
 from compiler.dialects.properties import integer, integers, real, require
 from compiler.dialects.types import Tensor, shape_of
 
-LAYOUTS: Final = ("tiles",)
+LAYOUTS: Final = ("tiles", "csr", "coo", "blocked_ell<32,4>")
 
 
 @irdl_attr_definition
 class LayoutAttr(ParametrizedAttribute):
-    """How the four-bit weights of a call are stored, and how many tiles they keep.
+    """How the four-bit weights of a call are stored, and how many blocks they keep.
 
     Written `#hw.layout<"tiles", block [16, 32], live 131 of 256>`.
     """
@@ -56,11 +56,11 @@ class LayoutAttr(ParametrizedAttribute):
         return cls(StringAttr(kind), sizes, IntAttr(live), IntAttr(tiles))
 
     def verify(self) -> None:
-        """Refuse layouts without a kernel, and more tiles than there are."""
+        """Refuse layouts without a kernel, and more blocks than there are."""
         if self.kind.data not in LAYOUTS:
             raise VerifyException(f"no kernel reads layout {self.kind.data!r}")
         if not 0 <= self.live.data <= self.tiles.data:
-            raise VerifyException(f"{self.live.data} of {self.tiles.data} tiles are live")
+            raise VerifyException(f"{self.live.data} of {self.tiles.data} blocks are live")
 
     @classmethod
     def parse_parameters(cls, parser: AttrParser) -> Sequence[Attribute]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from compiler.contract.errors import ContractError
 from compiler.contract.plan import Plan, parse_plan
-from compiler.contract.plan_format import CODE_BYTES, Kind
+from compiler.contract.plan_format import CODE_BYTES, KIND_NAMES
 from compiler.contract.planes import Plane
 from compiler.emitters.plan import read_packed
 from compiler.errors import CompilerError
@@ -121,7 +121,7 @@ def _check_base(
 def _plan_places(plan: Plan) -> Iterable[Place]:
     counts: dict[str, int] = {}
     for weight in plan.weights:
-        if weight.kind in (Kind.W4, Kind.W4_TILES):
+        if KIND_NAMES[weight.kind] == "w4":
             name = plan.sections[weight.section].name
             yield name, counts.setdefault(name, 0)
             counts[name] += 1

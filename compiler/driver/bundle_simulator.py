@@ -23,6 +23,9 @@ from compiler.simulator import Simulator
 _MODULE_KINDS: Final = {
     Kind.W4: "w4",
     Kind.W4_TILES: "w4",
+    Kind.W4_CSR: "w4",
+    Kind.W4_COO: "w4",
+    Kind.W4_ELL: "w4",
     Kind.F32: "f32",
     Kind.I32: "i32",
     Kind.F32_TAPS: "f32",

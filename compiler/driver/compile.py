@@ -25,6 +25,7 @@ from compiler.driver.explain.picture import picture
 from compiler.driver.kernel_stage import find_kernels, make_kernels, tool_cache
 from compiler.driver.native_check import (
     QEMU,
+    Measured,
     NativeCheck,
     check_assembled,
     check_native,
@@ -132,6 +133,7 @@ class _Compilation:
             "files": dict(self.model_files),
             "calibration": dict(self.calibration),
             "base": dict(section_digests(self.base)),
+            "layout_workspace_bytes": self.options.layout_workspace_bytes,
             "compiler": compiler_digest(),
         }
         key = cache_key(PORTABLE, facts)
@@ -149,7 +151,7 @@ class _Compilation:
             self.model_files,
             self.calibration,
             base,
-            self.options.limits,
+            (self.options.limits, self.options.layout_workspace_bytes),
             self.cache,
             self.clock,
         )
@@ -222,7 +224,7 @@ class _Compilation:
         keep_verdict(self.cache, key, check)
         return check
 
-    def times(self, sections: Mapping[str, bytes]) -> dict[str, list[float]] | None:
+    def times(self, sections: Mapping[str, bytes]) -> Measured | None:
         """Return seconds per call where the code runs here, taken once for the same bytes."""
         if not runs_here(self.target):
             return None

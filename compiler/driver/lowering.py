@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compiler.contract.canonical import canonical_bytes
+from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
 from compiler.driver.bounds import bounded
 from compiler.driver.provenance import MASKS
 from compiler.driver.stages import StageClock
@@ -23,6 +24,7 @@ class Lowered:
         notes: What importer and passes did, one line each.
         provenance: Which nodes of the files each call stands for, and the fate of the others.
         sparsity: Per program, what zeros are proved and what they save, as canonical JSON.
+        layouts: `{"layouts": rows}` of `passes.assign_layouts.layout_rows`, as canonical JSON.
     """
 
     module: Module
@@ -30,10 +32,14 @@ class Lowered:
     notes: tuple[str, ...]
     provenance: Provenance
     sparsity: str = "{}"
+    layouts: str = "{}"
 
 
 def lower_submission(
-    directory: Path, clock: StageClock, limits: ImportLimits = DEFAULT_LIMITS
+    directory: Path,
+    clock: StageClock,
+    limits: ImportLimits = DEFAULT_LIMITS,
+    layout_workspace_bytes: int = WORKSPACE_BUDGET_BYTES,
 ) -> Lowered:
     """Import a submission and run all passes.
 
@@ -45,11 +51,16 @@ def lower_submission(
     with clock.stage("import"), bounded(limits):
         imported = import_pipeline(directory, limits)
     with clock.stage("raise"), bounded(limits):
-        lowered = lower_pipeline(imported, mask_section=_masks(directory))
+        lowered = lower_pipeline(
+            imported,
+            mask_section=_masks(directory),
+            layout_workspace_bytes=layout_workspace_bytes,
+        )
     texts = [f"// ==== {stage} ====\n{text}" for stage, text in lowered.ir_text.items()]
     sparsity = canonical_bytes(dict(lowered.sparsity)).decode()
+    layouts = canonical_bytes({"layouts": [dict(row) for row in lowered.layouts]}).decode()
     ir_text = "\n".join(texts)
-    return Lowered(lowered.module, ir_text, lowered.notes, lowered.provenance, sparsity)
+    return Lowered(lowered.module, ir_text, lowered.notes, lowered.provenance, sparsity, layouts)
 
 
 def _masks(directory: Path) -> bytes:

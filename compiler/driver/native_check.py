@@ -62,6 +62,29 @@ def host_features() -> frozenset[str]:
     return frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What `compiler.driver.profile` prints.
+
+    Attributes:
+        seconds: Seconds per call of each program.
+        checks: By program and call, how often its run-time check held and did not in the self-test.
+    """
+
+    seconds: Mapping[str, Sequence[float]]
+    checks: Mapping[str, Mapping[str, Sequence[int]]]
+
+    @classmethod
+    def from_json(cls, data: str | bytes) -> "Measured":
+        """Return what `to_json` or the profiler wrote."""
+        found = json.loads(data)
+        return cls(found["seconds"], found["checks"])
+
+    def to_json(self) -> str:
+        """Return the figures as JSON."""
+        return json.dumps({"seconds": dict(self.seconds), "checks": dict(self.checks)})
+
+
 def runs_here(target: Target) -> bool:
     """Return whether this machine can run code for `target`."""
     return platform.machine() == target.arch and target.features <= host_features()
@@ -110,10 +133,8 @@ def check_native(directory: Path, sections: Mapping[str, bytes], timeout_s: floa
     return NativeCheck(HOST, report)
 
 
-def take_times(
-    directory: Path, sections: Mapping[str, bytes], timeout_s: float
-) -> dict[str, list[float]] | None:
-    """Return seconds per call of each program, or None if they cannot be taken.
+def take_times(directory: Path, sections: Mapping[str, bytes], timeout_s: float) -> Measured | None:
+    """Return what running the bundle's calls one by one shows, or None if they cannot be run.
 
     Figures for people: a bundle whose self-test passed is not refused for them.
     """
@@ -122,8 +143,7 @@ def take_times(
         done = run_child(PROFILER, [directory], timeout_s)
     except SelfTestError:
         return None
-    found: dict[str, list[float]] | None = json.loads(done.output) if done.status == 0 else None
-    return found
+    return Measured.from_json(done.output) if done.status == 0 else None
 
 
 def write_sections(directory: Path, sections: Mapping[str, bytes]) -> None:

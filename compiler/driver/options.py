@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
 from compiler.contract.manifest import NAME_PATTERN, ReleaseManifest
 from compiler.contract.planes import Plane
 from compiler.contract.selftest import MIN_VECTORS
@@ -37,6 +38,8 @@ class CompileOptions:
             the base plan.
         selftest_vectors: The fewest vectors of the self-test, at least 16.
         selftest_timeout_s: How long the native self-test may run.
+        layout_workspace_bytes: The most bytes that the layout of a weight may need at run time
+            beside its operands; a layout that needs more is not chosen.
         limits: What the submission may cost; more is refused with a `LimitError`.
         progress: Called with a stage of `STAGES` and the share of the whole work done so far.
     """
@@ -53,6 +56,7 @@ class CompileOptions:
     base_planes: Mapping[str, tuple[Plane, ...]] | None = None
     selftest_vectors: int = MIN_VECTORS
     selftest_timeout_s: float = 120.0
+    layout_workspace_bytes: int = WORKSPACE_BUDGET_BYTES
     limits: ImportLimits = DEFAULT_LIMITS
     progress: Progress = field(default=no_progress, compare=False)
 
@@ -67,6 +71,8 @@ class CompileOptions:
             raise CompilerError(f"a self-test has at least {MIN_VECTORS} vectors")
         if self.cache_limit_bytes < 0:
             raise CompilerError("a cache limit is a number of bytes, 0 keeps nothing")
+        if self.layout_workspace_bytes < 0:
+            raise CompilerError("a workspace is a number of bytes, 0 allows none")
         if self.release_seq < 1 or self.security_epoch < 0:
             raise CompilerError("release_seq starts at 1, security_epoch at 0")
 

@@ -8,11 +8,13 @@ compiler's sources. So a version that changes one expert imports again and packs
 another base packs and imports nothing again, and a further target does nothing here at all.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha256_hex
+from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
 from compiler.contract.plan import Plan
 from compiler.contract.planes import Plane
 from compiler.driver.activity import activity_facts
@@ -38,6 +40,7 @@ from compiler.emitters.plan import EmittedPlan, emit_plan
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.kernels.program import Module
 from compiler.passes.pipeline_spec import PipelineSpec
+from compiler.quant.checks import CheckedCall, learn_checks
 from compiler.quant.grid_search import OutputError
 from compiler.quant.module import PackedModule, PackedWeight, pack_module, pack_weight
 from compiler.quant.record import CalibrationRecord, InputSample
@@ -54,7 +57,7 @@ def make_portable(
     model_files: Mapping[str, str],
     calibration: Mapping[str, str],
     base: tuple[Mapping[str, bytes], Mapping[str, tuple[Plane, ...]] | None],
-    limits: ImportLimits,
+    costs: tuple[ImportLimits, int],
     cache: StageCache,
     clock: StageClock,
 ) -> Portable:
@@ -66,7 +69,7 @@ def make_portable(
         model_files: SHA-256 of every file that the importer reads, by name.
         calibration: SHA-256 of the files of the calibration set, by name.
         base: Sections and planes of an older bundle; empty and None without one.
-        limits: What importing it may cost.
+        costs: What importing it may cost, and the workspace budget of layouts in bytes.
         cache: Where `lowered`, `record` and `weight` entries are.
         clock: Gets the times.
 
@@ -74,7 +77,7 @@ def make_portable(
         UserModelError: The submission is at fault.
         CompilerError: The base is no bundle, or a pass made an invalid program.
     """
-    lowered = lower_cached(directory, model_files, cache, clock, limits)
+    lowered = lower_cached(directory, model_files, cache, clock, *costs)
     packing = _Packing(cache)
     with clock.stage("quantise"):
         old = base_weights(lowered.module, *base)
@@ -96,16 +99,20 @@ def _planned(
 ) -> tuple[EmittedPlan, dict[str, bytes], dict[str, Json]]:
     """Return what the plan became: its bytes, all sections that belong to it, and its facts."""
     scheduled = schedule_module(learned.module, record)
-    emitted = emit_plan(scheduled.module, weights_packed=packed.packed)
+    module, checks = learn_checks(scheduled.module, record)
+    emitted = emit_plan(module, weights_packed=packed.packed)
     plan = scheduled.verified(emitted.plan_bytes)
     pipeline = pipeline_section(spec, plan)
     sections = {**emitted.sections, **scheduled.sections}
     sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
-    return emitted, sections, _plan_facts(scheduled.module, plan, emitted) | dict(scheduled.facts)
+    return emitted, sections, _plan_facts(module, plan, emitted, checks) | dict(scheduled.facts)
 
 
-def _plan_facts(module: Module, plan: Plan, emitted: EmittedPlan) -> dict[str, Json]:
+def _plan_facts(
+    module: Module, plan: Plan, emitted: EmittedPlan, checks: Sequence[CheckedCall]
+) -> dict[str, Json]:
     return {
+        "checks": [asdict(row) for row in checks],
         "index_checks": index_check_rows(module),
         "operations": operation_counts(plan),
         "weight_bytes": weight_kinds(plan),
@@ -147,6 +154,7 @@ def _pass_facts(lowered: Lowered) -> dict[str, Json]:
         "notes": list(lowered.notes),
         "sparsity": parse_object(lowered.sparsity.encode()),
         ORIGINS: origin_facts(lowered.provenance),
+        **parse_object(lowered.layouts.encode()),
     }
 
 
@@ -156,13 +164,19 @@ def lower_cached(
     cache: StageCache,
     clock: StageClock,
     limits: ImportLimits = DEFAULT_LIMITS,
+    layout_workspace_bytes: int = WORKSPACE_BUDGET_BYTES,
 ) -> Lowered:
     """Return the lowered submission, from the cache if these files were lowered before.
 
     Raises:
         UserModelError: The submission is at fault.
     """
-    key = cache_key(LOWERED, {"files": dict(model_files), "compiler": compiler_digest()})
+    facts: dict[str, Json] = {
+        "files": dict(model_files),
+        "compiler": compiler_digest(),
+        "layout_workspace_bytes": layout_workspace_bytes,
+    }
+    key = cache_key(LOWERED, facts)
     with clock.stage("import"):
         stored = cache.get(LOWERED, key)
         kept = from_parts(Lowered, stored) if stored is not None else None
@@ -170,7 +184,7 @@ def lower_cached(
         clock.skip("import")
         clock.skip("raise")
         return kept
-    lowered = lower_submission(directory, clock, limits)
+    lowered = lower_submission(directory, clock, limits, layout_workspace_bytes)
     with clock.stage("raise"):
         try:
             cache.put(LOWERED, key, to_parts(lowered))

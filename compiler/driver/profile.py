@@ -4,9 +4,10 @@
 
 The directory holds one file per section, named by component. Each program is brought into the state
 of its first run in the self-test (the one with fewest tokens) and run call by call, in order, many
-times over. Prints seconds per call as JSON: the median of the rounds less the median of an empty
+times over. Prints `seconds` per call in JSON: the median of the rounds less the median of an empty
 range of calls, and never less than the clock can tell. The figures say where the time of this
-machine goes, not how fast a device is.
+machine goes, not how fast a device is. Before that the whole self-test runs once, for `checks`: by
+program and call, how often a run-time check held and how often it did not.
 """
 
 import json
@@ -85,11 +86,29 @@ def _profile_run(plan: NativePlan, run: SelfTestRun, rounds: int) -> list[float]
     ]
 
 
+def count_checks(plan: NativePlan, selftest: SelfTest) -> dict[str, dict[str, tuple[int, int]]]:
+    """Run every vector of the self-test; return how often each run-time check held and did not.
+
+    Raises:
+        ContractError: A run fails.
+    """
+    for vector in selftest.vectors:
+        for run in vector.runs:
+            plan.kv_length = run.kv_length
+            plan.run(run.program, run.inputs)
+    return {
+        program.name: {str(at): counts for at, counts in plan.check_counts(program.name).items()}
+        for program in plan.plan.programs
+    }
+
+
 def main(directory: Path) -> int:
     """Print the times of the bundle in `directory`."""
     try:
+        selftest = parse_selftest((directory / "selftest").read_bytes())
         with load_plan(directory) as plan:
-            found = profile(plan, parse_selftest((directory / "selftest").read_bytes()))
+            checks = count_checks(plan, selftest)
+            found = {"seconds": profile(plan, selftest), "checks": checks}
     except (ContractError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

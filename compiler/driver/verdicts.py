@@ -7,7 +7,6 @@ emulator. Only passes are kept; a failure is looked at again every time. `rechec
 whatever is kept, for a machine that is not trusted any more.
 """
 
-import json
 import platform
 import shutil
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from typing import Final
 from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha256_hex
 from compiler.contract.errors import ContractError
 from compiler.driver.cache import StageCache, cache_key
-from compiler.driver.native_check import CPU_INFO, NativeCheck, host_features
+from compiler.driver.native_check import CPU_INFO, Measured, NativeCheck, host_features
 from compiler.driver.provenance import compiler_digest, section_digests
 from compiler.hardware.targets import Target
 
@@ -62,18 +61,15 @@ def find_verdict(cache: StageCache, key: str) -> NativeCheck | None:
     return NativeCheck(verified_on, {**detail, "kept": True})
 
 
-def find_times(cache: StageCache, key: str) -> dict[str, list[float]] | None:
+def find_times(cache: StageCache, key: str) -> Measured | None:
     """Return the times of calls that were taken when the verdict under `key` was, or None."""
     parts = cache.get(TIMES, key)
-    if parts is None:
-        return None
-    document: dict[str, list[float]] = json.loads(parts["times"])
-    return document
+    return None if parts is None else Measured.from_json(parts["times"])
 
 
-def keep_times(cache: StageCache, key: str, times: Mapping[str, list[float]]) -> None:
+def keep_times(cache: StageCache, key: str, times: Measured) -> None:
     """Keep the times of calls."""
-    cache.put(TIMES, key, {"times": json.dumps(dict(times)).encode()})
+    cache.put(TIMES, key, {"times": times.to_json().encode()})
 
 
 def keep_verdict(cache: StageCache, key: str, check: NativeCheck) -> None:

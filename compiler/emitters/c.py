@@ -10,6 +10,7 @@ from typing import Final
 import jinja2
 
 from compiler.contract import plan_format
+from compiler.contract.moe_rules import MAX_LINEAR_K
 from compiler.contract.native_abi import C_STRUCTS
 from compiler.contract.operations import (
     MAX_DIM,
@@ -93,12 +94,14 @@ def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
     found = [f"runtime/{name}.c.in" for name in _RUNTIME]
     if any(spec.tiled for spec in specs):
         found += [tile.template, registry.W4_TEMPLATE]
+    if Op.LINEAR in ops:
+        found.append(registry.STORED_TEMPLATE)
     if any(spec.is_reference for spec in specs):
         found += registry.REFERENCE_TEMPLATES
     if registry.GELU_USERS.intersection(ops):
         found.append(registry.GELU_TEMPLATE)
     found += dict.fromkeys(spec.template for spec in specs)
-    return [*found, "runtime/vm.c.in"]
+    return [*found, "runtime/stored_load.c.in", "runtime/vm.c.in"]
 
 
 def _context(target: Target, ops: list[Op], tile: TileSpec) -> dict[str, object]:
@@ -122,6 +125,7 @@ def _context(target: Target, ops: list[Op], tile: TileSpec) -> dict[str, object]
         "magic": ", ".join(f"'{chr(byte)}'" for byte in plan_format.MAGIC),
         "max_context_bytes": plan_format.MAX_CONTEXT_BYTES,
         "max_dim": MAX_DIM,
+        "max_k": MAX_LINEAR_K,
         "max_kv_bytes": plan_format.MAX_KV_BYTES,
         "max_plan_bytes": plan_format.MAX_PLAN_BYTES,
         "max_tokens": plan_format.MAX_TOKENS,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from compiler.contract.elements import ELL_ROWS, SMALL_KINDS, stored_parts
 from compiler.contract.operand_rules import RULES
 from compiler.contract.operations import MAX_PARAMS, PARAMS, Op
 from compiler.contract.plan import Plan, PlanError, parse_plan
@@ -34,10 +35,14 @@ from compiler.contract.plan_format import (
 )
 from compiler.contract.planes import Plane
 from compiler.contract.tiles import live_tiles, tile_parts
+from compiler.emitters.elements import pack_elements, unpack_elements
 from compiler.emitters.memory import MemoryPlan, buffer_bytes, plan_memory
 from compiler.emitters.tiles import pack_tiles, unpack_tiles
 from compiler.kernels.program import (
     ABSENT,
+    COO,
+    CSR,
+    ELL,
     TILES,
     Call,
     Module,
@@ -59,8 +64,12 @@ _PLANE_KINDS: Mapping[Kind, tuple[str, ...]] = {
     Kind.W4_TILES: ("codes4", "scales8", "f32", "raw", "raw"),
     Kind.I8_ROWS: ("scales8", "f32"),
     Kind.I16_ROWS: ("raw", "f32"),
+    Kind.W4_CSR: ("f32", "raw", "raw"),
+    Kind.W4_COO: ("f32", "raw", "raw"),
+    Kind.W4_ELL: ("f32", "codes4", "scales8", "raw"),
 }
 _ROW_KINDS: Mapping[str, Kind] = {I8: Kind.I8_ROWS, I16: Kind.I16_ROWS}
+_SMALL_LAYOUTS: Mapping[str, Kind] = {CSR: Kind.W4_CSR, COO: Kind.W4_COO, ELL: Kind.W4_ELL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +140,10 @@ def read_packed(plan: Plan, sections: Mapping[str, bytes]) -> dict[int, PackedW4
             data = sections[plan.sections[weight.section].name]
             stored = data[weight.offset : weight.offset + weight.length]
             found[number] = unpack_tiles(weight.rows, weight.cols, stored, live)
+        if weight.kind in SMALL_KINDS:
+            data = sections[plan.sections[weight.section].name]
+            stored = data[weight.offset : weight.offset + weight.length]
+            found[number] = unpack_elements(weight.kind, weight.rows, weight.cols, stored)
         if weight.kind is Kind.W4:
             data = sections[plan.sections[weight.section].name]
             parts = (
@@ -189,6 +202,10 @@ def _stored(
         tiles = pack_tiles(found) if weight.layout == TILES else None
         if tiles is not None:
             return Kind.W4_TILES, tiles
+        small = _SMALL_LAYOUTS.get(weight.layout)
+        elements = pack_elements(found, small) if small is not None else None
+        if small is not None and elements is not None:
+            return small, elements
         return kind, (found.codes, found.scales, found.rows)
     if kind in CODE_BYTES:
         return kind, find_codes(weight.array, weight.layout).arrays(weight.layout)
@@ -198,6 +215,19 @@ def _stored(
         padded[:rows] = weight.array
         return kind, (padded.reshape(-1, PANEL, cols).transpose(0, 2, 1).tobytes(),)
     return kind, (weight.array.astype("<i4" if kind is Kind.I32 else "<f4").tobytes(),)
+
+
+def _parts(
+    kind: Kind, rows: int, cols: int, arrays: tuple[bytes, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Return (offset, length) of each array of a weight; how many are stored, the last one says."""
+    last = len(arrays[-1])
+    if kind is Kind.W4_TILES:
+        return tile_parts(rows, last)
+    if kind in SMALL_KINDS:
+        unit = {Kind.W4_CSR: 4, Kind.W4_COO: 2, Kind.W4_ELL: 2 * -(-rows // ELL_ROWS)}[kind]
+        return stored_parts(kind, rows, last // unit)
+    return weight_parts(kind, rows, cols)
 
 
 class _SectionWriter:
@@ -210,8 +240,7 @@ class _SectionWriter:
     def add(self, kind: Kind, weight: Weight, arrays: tuple[bytes, ...]) -> tuple[int, int]:
         """Append the arrays of one weight; return its offset and length."""
         rows, cols, _ = weight_shape(weight)
-        is_tiled = kind is Kind.W4_TILES
-        parts = tile_parts(rows, len(arrays[-1])) if is_tiled else weight_parts(kind, rows, cols)
+        parts = _parts(kind, rows, cols, arrays)
         start = align(len(self.data))
         for (at, length), plane, array in zip(parts, _PLANE_KINDS[kind], arrays, strict=True):
             if len(array) != length:

@@ -1,23 +1,36 @@
 """The naming grammar of kernels: `sf_<op>_<layout>_<dtype>_<MR>x<NR>__<isa>`.
 
 Reference kernels are `ref_<op>_flat_any_1x1__portable`: the same C for every target, without tiles.
-MR activation rows times NR weight rows are computed at once. `rm` = row-major, `p16` = panel 16.
+MR activation rows times NR weight rows are computed at once. `rm` = row-major, `p16` = panel 16;
+`csr`, `coo` and `ell` store elements or blocks.
 The name describes a rendered instance in reports and in the header of the rendered file; inside a
 library every kernel is `sf_<op>`, because a library holds one instance of each.
 """
 
 from collections.abc import Iterable
+from typing import Final
 
+from compiler.contract.elements import SMALL_KINDS
 from compiler.contract.operations import Op
+from compiler.contract.plan_format import Kind
 from compiler.kernels.registry import KERNELS
 from compiler.kernels.select import TileSpec
 
+_SMALL: Final = {
+    Kind.W4_CSR: ("csr", "8x1"),
+    Kind.W4_COO: ("coo", "8x1"),
+    Kind.W4_ELL: ("ell", "2x32"),
+}
 
-def kernel_name(op: Op, tile: TileSpec) -> str:
-    """Return the full name of the instance of `op` on `tile`."""
+
+def kernel_name(op: Op, tile: TileSpec, kinds: Iterable[Kind] = ()) -> str:
+    """Return the full name of the instance of `op` on `tile`, for weights of these kinds."""
     if KERNELS[op].is_reference:
         return f"{op.name.lower()}_flat_any_1x1__portable"
     op_name = op.name.lower().replace("_", "")
+    for kind in SMALL_KINDS.intersection(kinds):
+        layout, sizes = _SMALL[kind]
+        return f"sf_{op_name}_{layout}_w4_{sizes}__{tile.isa}"
     if KERNELS[op].tiled:
         return f"sf_{op_name}_p16_w4_{tile.rows}x16__{tile.isa}"
     return f"sf_{op_name}_rm_f32_1x8__{tile.isa}"

@@ -35,10 +35,14 @@ from compiler.errors import CompilerError
 
 __all__ = [
     "ABSENT",
+    "COO",
+    "CSR",
     "DENSE",
+    "ELL",
     "PARAMS",
     "SHARED_SECTION",
     "TILES",
+    "W4_LAYOUTS",
     "Act",
     "Buffer",
     "Call",
@@ -62,9 +66,14 @@ SHARED_SECTION: Final = "weights.shared"
 DTYPES: Final = ("f32", "i32", "u8")
 DENSE: Final = "dense"
 TILES: Final = "tiles"
+CSR: Final = "csr"
+COO: Final = "coo"
+ELL: Final = "blocked_ell<32,4>"
+W4_LAYOUTS: Final = (DENSE, TILES, CSR, COO, ELL)
+"""How a W4 weight may be stored; the last three only as weight 0 of LINEAR."""
 WEIGHT_KINDS: Final = ("w4", "f32", "i32")
 LAYOUTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"w4": (DENSE, TILES), "f32": (DENSE, "i8", "i16"), "i32": (DENSE,)}
+    {"w4": W4_LAYOUTS, "f32": (DENSE, "i8", "i16"), "i32": (DENSE,)}
 )
 """How weights of each kind may be stored."""
 MAX_NAME_BYTES: Final = 31
@@ -104,7 +113,7 @@ class Weight:
         kind: `w4` ((N, K) f32 original, quantised when packed), `f32` or `i32`.
         array: One or two dimensions, finite. A vector of n counts as (1, n).
         section: `weights.shared` or `expert.L<layer>.E<expert>`.
-        layout: `dense`, or `tiles`: a W4 weight stores only tiles that are not all zero; or `i8`
+        layout: How it is stored, one of `LAYOUTS` of its kind: what a W4 weight leaves out; or `i8`
             or `i16`: an f32 matrix on a grid per row is stored as codes, for routers only.
     """
 

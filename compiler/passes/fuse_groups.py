@@ -18,7 +18,8 @@ groups differently is left in the largest group that all programs share: none is
 What fuses is decided by structure; whether known zeros survive it is decided by the rules of
 `compiler.analysis.fusion` and reported per group: `proved` (the zeros reach the group's reader),
 `dense` (there are none), or `unproved -> dense` (a member breaks them: the group computes with
-all elements, which is always right). Left out: gate/up pairs outside routed layers.
+all elements, which is always right; one that ends in a four-bit product looks at run time whether
+the zeros are there after all, see `check-zeros`). Left out: gate/up pairs outside routed layers.
 """
 
 from collections import Counter

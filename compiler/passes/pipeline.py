@@ -11,12 +11,14 @@ from xdsl.utils.exceptions import VerifyException
 from compiler.analysis.demand import demand_rows, function_demands
 from compiler.analysis.propagation import module_facts
 from compiler.analysis.savings import sparsity_rows
+from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
 from compiler.dialects.text import print_module
 from compiler.kernels.program import Module, ProgramError
 from compiler.passes.adapt_pruning import AdaptPruning
-from compiler.passes.assign_layouts import AssignLayouts
+from compiler.passes.assign_layouts import AssignLayouts, layout_rows
 from compiler.passes.base import ImportedPipeline, Pass, PassContext
 from compiler.passes.canonicalise import Canonicalise
+from compiler.passes.check_zeros import CheckZeros
 from compiler.passes.compose import Compose
 from compiler.passes.decompose_moe import DecomposeMoe
 from compiler.passes.derive_structure import DeriveStructure
@@ -78,6 +80,7 @@ SELECTING: Final[tuple[Pass, ...]] = (
     PlanKv(),
     FuseGroups(),
     AssignLayouts(),
+    CheckZeros(),
 )
 
 OPTIONAL: Final[tuple[Pass, ...]] = (DecomposeMoe(),)
@@ -98,6 +101,7 @@ class LoweredPipeline:
         notes: What the passes did, one line each.
         sparsity: Per program, what zeros are proved and what they save (`analysis.savings`).
         provenance: Which nodes of the files each call stands for.
+        layouts: What each weight with zeros costs in each layout (`assign_layouts.layout_rows`).
     """
 
     module: Module
@@ -105,6 +109,7 @@ class LoweredPipeline:
     notes: tuple[str, ...]
     sparsity: Mapping[str, Any] = field(default_factory=dict)
     provenance: Provenance = field(default_factory=lambda: provenance(Origins(), {}))
+    layouts: Sequence[Mapping[str, Any]] = ()
 
 
 def lower_pipeline(
@@ -114,6 +119,7 @@ def lower_pipeline(
     fuse: bool = True,
     mask_section: bytes = b"",
     leave_out: Collection[str] = (),
+    layout_workspace_bytes: int = WORKSPACE_BUDGET_BYTES,
 ) -> LoweredPipeline:
     """Run all passes on a copy of the imported module and lower it.
 
@@ -123,6 +129,7 @@ def lower_pipeline(
         fuse: Whether calls are fused; without it the plan has the same bits in more calls.
         mask_section: Masks of weights (`compiler.passes.inject_masks`); empty for none.
         leave_out: Names of passes that do not run, to measure what they bring.
+        layout_workspace_bytes: The most workspace that a layout of a weight may need.
 
     Raises:
         SparsityInvariantError: A pass claims zeros that the program before it has not.
@@ -135,19 +142,28 @@ def lower_pipeline(
     sparsity: dict[str, Any] = {}
     for stage, passes in STAGES.items():
         wanted = [p for p in passes if p.name not in leave_out and (fuse or not _is_fusing(p))]
-        chosen = [_configured(p, mask_section) for p in wanted]
+        chosen = [_configured(p, mask_section, layout_workspace_bytes) for p in wanted]
         notes.extend(run_passes(module, ctx, chosen, verify=verify))
         _verify(module, stage)
         texts[stage] = print_module(module)
         if stage == "programs":
             sparsity = _sparsity(module, ctx)
+    layouts = layout_rows(module, ctx, layout_workspace_bytes)
     lowered = lower(module, ctx)
     origins = provenance(ctx.origins, {f.sym_name.data: calls_of(f) for f in functions(module)})
-    return LoweredPipeline(lowered, MappingProxyType(texts), tuple(notes), sparsity, origins)
+    return LoweredPipeline(
+        lowered, MappingProxyType(texts), tuple(notes), sparsity, origins, layouts
+    )
 
 
-def _configured(current: Pass, mask_section: bytes) -> Pass:
-    return InjectMasks(mask_section) if isinstance(current, InjectMasks) else current
+def _configured(current: Pass, mask_section: bytes, layout_workspace_bytes: int) -> Pass:
+    match current:
+        case InjectMasks():
+            return InjectMasks(mask_section)
+        case AssignLayouts():
+            return AssignLayouts(layout_workspace_bytes)
+        case _:
+            return current
 
 
 def _is_fusing(current: Pass) -> bool:

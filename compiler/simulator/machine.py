@@ -1,5 +1,6 @@
 """Run a module's programs over numpy, with a key/value cache: a stand-in for the native plan."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, Protocol
 
@@ -102,6 +103,7 @@ class Simulator:
         ]
         self._cache = self._new_cache()
         self._ran: set[int] = set()
+        self._checks: Counter[tuple[str, int, bool]] = Counter()
         self._pages = Pages()
 
     def set_pager(self, pager: Pager) -> None:
@@ -164,8 +166,8 @@ class Simulator:
         appended = self._appended(chosen, tokens)
         self._pages.begin(is_scheduled=is_scheduled(chosen.calls))
         with np.errstate(all="ignore"):
-            for call, params in zip(chosen.calls, self._params[program], strict=True):
-                self._execute(call, params, values)
+            for at, call in enumerate(chosen.calls):
+                self._execute((program, at), call, values)
                 self._show(program, call, values)
         if self._observer is not None:
             self._observer.ran()
@@ -177,19 +179,36 @@ class Simulator:
         is_float = np.issubdtype(array.dtype, np.floating)
         return array.astype(self._numerics.dtype) if is_float else array
 
-    def _execute(
-        self, call: Call, params: Mapping[str, int | float], values: dict[int, Array]
-    ) -> None:
+    def check_counts(self, program: str) -> dict[int, tuple[int, int]]:
+        """Return, by call with a run-time check, how often it held and how often it did not.
+
+        What `compiler.contract.native.NativePlan.check_counts` returns after the same runs, in mode
+        `bits`.
+
+        Raises:
+            NativeError: There is no such program.
+        """
+        if program not in self._programs:
+            raise NativeError(f"there is no program {program!r}")
+        return {
+            at: (self._checks[program, at, True], self._checks[program, at, False])
+            for at, params in enumerate(self._params[program])
+            if params.get("check")
+        }
+
+    def _execute(self, place: tuple[str, int], call: Call, values: dict[int, Array]) -> None:
+        program, number = place
         step = Step(
             self._numerics,
             tuple(None if at == ABSENT else values[at] for at in call.inputs),
             tuple(None if at == ABSENT else self._constants[at] for at in call.weights),
             call.weights,
-            params,
+            self._params[program][number],
             self._cache,
             tuple(self._buffer(at).rows * self._buffer(at).cols for at in call.outputs),
             self._ran,
             self._pages,
+            lambda held: self._checks.update([(program, number, held)]),
         )
         for at, result in zip(call.outputs, OPERATIONS[call.op](step), strict=True):
             buffer = self._buffer(at)

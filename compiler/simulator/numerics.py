@@ -50,8 +50,11 @@ class Numerics(Protocol):
     def quantise(self, x: Floats) -> tuple[Floats, Floats]:
         """Return x (R, K) as `linear` wants it, and a scale per row (R, 1)."""
 
-    def linear(self, x: Floats, scale: Floats, weight: int) -> Floats:
-        """Return (R, N) products of quantised rows with W4 weight number `weight`."""
+    def linear(self, x: Floats, scale: Floats, weight: int, columns: Array | None = None) -> Floats:
+        """Return (R, N) products of quantised rows with W4 weight number `weight`.
+
+        `columns` are the numbers of all columns that are not zero in every row, if that is known.
+        """
 
 
 def act(numerics: Numerics, kind: int, x: Floats) -> Floats:
@@ -167,11 +170,14 @@ class Bits:
         scale = np.where(zero, _F32(0), safe / _F32(127))
         return np.rint(x * inverse).astype(np.float64), scale
 
-    def linear(self, x: Floats, scale: Floats, weight: int) -> Floats:
+    def linear(self, x: Floats, scale: Floats, weight: int, columns: Array | None = None) -> Floats:
         """Return exact integer sums, times row scale and activation scale."""
         if self._product is not None:
             self._product(weight, x * scale)
-        sums = small_products(x, self._integers[weight]).astype(_F32)
+        integers = self._integers[weight]
+        if columns is not None:
+            x, integers = x[:, columns], integers[columns]
+        sums = small_products(x, integers).astype(_F32)
         y: Floats = sums * (self._rows[weight] * scale)
         return y
 
@@ -211,7 +217,13 @@ class Exact:
             raise NotFiniteError("an activation is infinite or NaN")
         return x, np.ones((len(x), 1))
 
-    def linear(self, x: Floats, scale: Floats, weight: int) -> Floats:
+    def linear(
+        self,
+        x: Floats,
+        scale: Floats,
+        weight: int,
+        columns: Array | None = None,  # noqa: ARG002 - one signature; f64 sums take every column
+    ) -> Floats:
         """Return the product with the original weight."""
         if self._product is not None:
             self._product(weight, x)

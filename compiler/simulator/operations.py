@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from compiler.contract.native_errors import BadIndexError, BadTokenError
 from compiler.contract.operand_rules import complete_params
 from compiler.contract.operations import NormKind, Op, UnaryKind
+from compiler.contract.plan_format import GROUP
 from compiler.simulator import experts as moe
 from compiler.simulator.attention import attention, attention_row, heads_of, rope
 from compiler.simulator.numerics import act, relu, silu, tanh
@@ -53,7 +54,21 @@ def _finish(s: Step, y: Array) -> Results:
 
 def _linear(s: Step) -> Results:
     x, scale = s.numerics.quantise(_normed(s))
-    return _finish(s, s.numerics.linear(x, scale, s.weight_ids[0]))
+    return _finish(s, s.numerics.linear(x, scale, s.weight_ids[0], _live_columns(s, x)))
+
+
+def _live_columns(s: Step, x: Array) -> Array | None:
+    """Return the columns of the live groups if the call's check holds, None if not or without."""
+    most = s.number("check")
+    if not most:
+        return None
+    groups = np.unique(np.nonzero(x)[1] // GROUP)
+    held = len(groups) <= most
+    s.checked(held)
+    if not held:
+        return None
+    columns = np.arange(x.shape[1])
+    return columns[np.isin(columns // GROUP, groups)]
 
 
 def _linear_f32(s: Step) -> Results:

@@ -1,6 +1,6 @@
 """One call with its operands resolved, and what several operations compute alike."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,10 @@ class Cache:
         self.length = length
 
 
+def _forget(held: bool) -> None:
+    """Note nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One call, its operands resolved.
@@ -69,6 +73,7 @@ class Step:
         sizes: Elements of each result.
         pages: Which experts are in memory.
         ran: Receives the numbers of the w_in weights of experts that ran.
+        checked: Is told whether the call's run-time check held.
     """
 
     numerics: Numerics
@@ -80,6 +85,7 @@ class Step:
     sizes: tuple[int, ...] = ()
     ran: set[int] = field(default_factory=set)
     pages: Pages = field(default_factory=Pages)
+    checked: Callable[[bool], None] = _forget
 
     def source(self, at: int) -> Array:
         """Return a present operand."""

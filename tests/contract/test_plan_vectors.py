@@ -103,7 +103,8 @@ def test_it_keeps_its_numbers() -> None:
     assert " ".join(op.name for op in Op if op >= 128) == reference
     assert [int(op) for op in Op if op >= 128] == list(range(128, 140))
     assert [kind.name for kind in Kind] == [
-        *("W4", "F32", "I32", "F32_TAPS", "W4_TILES", "I8_ROWS", "I16_ROWS")
+        *("W4", "F32", "I32", "F32_TAPS", "W4_TILES", "I8_ROWS", "I16_ROWS"),
+        *("W4_CSR", "W4_COO", "W4_ELL"),
     ]
     assert [dtype.name for dtype in DType] == ["F32", "I32", "U8"]
     assert (Status.OK, Status.CONTEXT_FULL, Status.NOT_FINITE) == (0, 6, 10)

@@ -7,6 +7,7 @@ from compiler.contract.plan import parse_plan
 from compiler.contract.selftest import SelfTest
 from compiler.driver.explain.document import explain_document
 from compiler.driver.explain.picture import picture
+from compiler.driver.native_check import Measured
 from compiler.emitters.plan import emit_plan
 from compiler.hardware.targets import find_target
 from compiler.quant.module import pack_module
@@ -32,7 +33,9 @@ def explained_report() -> dict[str, Any]:
     calls = {program.name: [[next(numbers)] for _ in program.calls] for program in plan.programs}
     nodes.append(["decoder", "/Constant", "Constant", "folded", "known"])
     origins = {"nodes": nodes, "calls": calls}
-    document = explain_document(plan, find_target("x86-64-v3"), SelfTest((), {}), times, origins)
+    document = explain_document(
+        plan, find_target("x86-64-v3"), SelfTest((), {}), Measured(times, {}), origins
+    )
     sparsity = {
         "step": {
             "sources": [{"number": 0, "kind": "route", "granularity": "block"}],

@@ -1,13 +1,15 @@
 """Every operation, on every instruction set of this machine: native bits equal the simulator's."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from compiler.contract.operations import GATED
 from compiler.kernels.program import (
+    DENSE,
+    W4_LAYOUTS,
     Act,
     ExpertAct,
     KvCache,
@@ -51,9 +53,10 @@ class OpCase:
     params: Mapping[str, float] = field(default_factory=dict)
     kv: KvCache | None = None
     fill: Mapping[int, Callable[[int, int], np.ndarray]] = field(default_factory=dict)
+    layout: str = DENSE
 
     def module(self) -> Module:
-        return single_call(
+        module = single_call(
             self.op,
             self.inputs,
             self.outputs,
@@ -62,6 +65,10 @@ class OpCase:
             kv=self.kv,
             max_tokens=MAX_TOKENS,
         )
+        if self.layout == DENSE:
+            return module
+        first, *others = module.weights
+        return replace(module, weights=(replace(first, layout=self.layout), *others))
 
     def values(self, tokens: int, seed: int) -> dict[str, np.ndarray]:
         random = np.random.default_rng(seed)
@@ -122,6 +129,25 @@ def linear(
         [weight, f32(n) if bias else None],
         {"act": act},
     )
+
+
+def pruned(n: int, k: int, layout: str) -> OpCase:
+    """Return a LINEAR whose weight keeps every tenth element."""
+    weight = ("w4", normal(n, k) * (RANDOM.random((n, k)) < 0.1))
+    case = linear(n, k, act=Act.RELU, bias=True, residual=True)
+    weights = [weight, case.weights[1]]
+    return replace(case, name=f"LINEAR-{n}x{k}-{layout}", weights=weights, layout=layout)
+
+
+def checked(n: int, k: int, most: int) -> OpCase:
+    """Return a LINEAR that looks for zeros, over rows with four live groups."""
+
+    def fill(rows: int, cols: int) -> np.ndarray:
+        return normal(rows, cols) * (np.arange(cols) // 32 % 3 == 1)
+
+    case = linear(n, k)
+    params = {"check": most}
+    return replace(case, name=f"LINEAR-{n}x{k}-check-{most}", params=params, fill={0: fill})
 
 
 def attention(
@@ -357,6 +383,8 @@ CASES = [
     *(unary(kind) for kind in UnaryKind),
     *(softmax(cols) for cols in (1, 7, 8, 50)),
     *moves(),
+    *(pruned(n, k, layout) for n, k in ((50, 203), (33, 8)) for layout in W4_LAYOUTS[1:]),
+    checked(40, 390, 4), checked(40, 390, 3),
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from shlex import quote
 from typing import Final
 
 from compiler.contract.canonical import Json
+from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
 from compiler.driver.bundle_files import read_bundle, write_bundle
 from compiler.driver.cache import DEFAULT_LIMIT_BYTES, StageCache
 from compiler.driver.commands.base import (
@@ -56,6 +57,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the native self-test even if the same bytes passed it on this machine",
     )
+    parser.add_argument(
+        "--layout-workspace",
+        type=size_bytes,
+        default=WORKSPACE_BUDGET_BYTES,
+        metavar="SIZE",
+        help="what the layout of a weight may need at run time beside its operands (default: 2M)",
+    )
     add_limit_options(parser)
 
 
@@ -76,6 +84,7 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
             cache_dir=options.cache,
             cache_limit_bytes=options.cache_limit,
             recheck=options.recheck,
+            layout_workspace_bytes=options.layout_workspace,
             limits=limits_of(options),
             base_sections=base[1] if base else None,
             base_planes={item.component: item.planes for item in base[0].sections}

@@ -14,13 +14,16 @@ from types import MappingProxyType
 from typing import Final
 
 from compiler.contract.attention_rules import key_operand
+from compiler.contract.elements import ELL_COLS, ELL_ROWS, SMALL_KINDS, stored_count
 from compiler.contract.expert_pages import PAGE_OPS
 from compiler.contract.operations import Op
-from compiler.contract.plan import Plan, PlanCall, PlanProgram
+from compiler.contract.plan import Plan, PlanCall, PlanProgram, PlanWeight
 from compiler.contract.plan_format import DTYPE_BYTES, KIND_NAMES, Kind
+from compiler.contract.tiles import GROUP, PANEL, live_tiles
 from compiler.kernels.registry import KERNELS
 from compiler.kernels.select import TileSpec
 
+TILE_ELEMENTS: Final = PANEL * GROUP
 CYCLES_PER_CALL: Final = 150.0
 BYTES_PER_CYCLE: Final = 8.0
 W4_MACS_PER_CYCLE: Final[Mapping[str, float]] = MappingProxyType(
@@ -41,7 +44,7 @@ class Sparsity:
     """What a call leaves out.
 
     Attributes:
-        kind: `experts`, `tokens`, `causal` or `window`.
+        kind: `experts`, `tokens`, `causal`, `window` or `weights`.
         kept, of: How many of how many units are computed.
         proof: Why leaving the rest out is allowed.
     """
@@ -141,10 +144,10 @@ class ProgramCosts:
             return sum(4 * min(rows, item.rows) * item.cols for item in held)
         return sum(4 * item.rows * item.cols if dense else item.length for item in held)
 
-    def macs_of_weights(self, call: PlanCall, kind: Kind | None = None) -> int:
-        """Return the elements of a call's weights, of one kind if one is named."""
+    def macs_of_weights(self, call: PlanCall) -> int:
+        """Return the elements of a call's weights."""
         held = [self.plan.weights[at] for at in call.weights if at >= 0]
-        return sum(item.rows * item.cols for item in held if kind is None or item.kind is kind)
+        return sum(item.rows * item.cols for item in held)
 
 
 def costs(plan: Plan, program: PlanProgram, situation: Situation) -> ProgramCosts:
@@ -174,8 +177,27 @@ def _moves(program: ProgramCosts, call: PlanCall) -> CallCost:  # noqa: ARG001 -
 
 
 def _matrix(program: ProgramCosts, call: PlanCall) -> CallCost:
-    matrix = program.plan.weights[call.weights[0]]
-    return _made(2 * program.rows(call.outputs[0]) * matrix.rows * matrix.cols)
+    matrix, rows = program.plan.weights[call.weights[0]], program.rows(call.outputs[0])
+    dense = 2 * rows * matrix.rows * matrix.cols
+    stored = _stored_elements(matrix)
+    if stored is None:
+        return _made(dense)
+    proof = "exact: the weights left out are zero"
+    sparsity = Sparsity("weights", stored, matrix.rows * matrix.cols, proof)
+    return _made(2 * rows * stored, dense, sparsity)
+
+
+def _stored_elements(matrix: PlanWeight) -> int | None:
+    """Return how many elements of a weight are stored, padding included; None if all are."""
+    rows, cols, length = matrix.rows, matrix.cols, matrix.length
+    if matrix.kind is Kind.W4_TILES:
+        live = live_tiles(rows, cols, length)
+        return min(rows * cols, (live or 0) * TILE_ELEMENTS)
+    if matrix.kind not in SMALL_KINDS:
+        return None
+    count = stored_count(matrix.kind, rows, cols, length) or 0
+    blocks = -(-rows // ELL_ROWS) * ELL_ROWS * ELL_COLS
+    return min(rows * cols, count * (blocks if matrix.kind is Kind.W4_ELL else 1))
 
 
 def _attention(program: ProgramCosts, call: PlanCall) -> CallCost:
@@ -232,8 +254,12 @@ def _moe_layer(program: ProgramCosts, call: PlanCall) -> CallCost:
 
 
 def _chosen(program: ProgramCosts, call: PlanCall, chosen: int) -> CallCost:
-    rows, macs = program.rows(call.inputs[0]), program.macs_of_weights(call, Kind.W4)
-    held = [at for at in call.weights if at >= 0 and program.plan.weights[at].kind is Kind.W4]
+    held = [
+        item
+        for at in call.weights
+        if at >= 0 and KIND_NAMES[(item := program.plan.weights[at]).kind] == "w4"
+    ]
+    rows, macs = program.rows(call.inputs[0]), sum(item.rows * item.cols for item in held)
     experts = max(1, len(held) // 2)
     proof = "exact: the router gives every other expert the weight 0"
     return _made(

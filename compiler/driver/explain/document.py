@@ -11,11 +11,12 @@ from compiler.contract.canonical import Json
 from compiler.contract.expert_pages import PAGE_OPS, experts_of
 from compiler.contract.operations import PARAMS, Act, ExpertAct, NormKind, Op, UnaryKind
 from compiler.contract.plan import Plan, PlanCall, PlanProgram
-from compiler.contract.plan_format import DTYPE_BYTES, Direction, Kind
+from compiler.contract.plan_format import DTYPE_BYTES, GROUP, Direction, Kind
 from compiler.contract.selftest import SelfTest
 from compiler.driver.explain.costs import CallCost, Situation, costs, expected_cycles
 from compiler.driver.explain.repeats import Segment, segments
 from compiler.driver.explain.sources import call_nodes, fates
+from compiler.driver.native_check import Measured
 from compiler.driver.profile import representatives
 from compiler.hardware.targets import Target
 from compiler.kernels.naming import kernel_name
@@ -32,8 +33,10 @@ _LAYOUTS: Final[Mapping[Kind, str]] = {
     Kind.W4_TILES: "live tiles of 16 rows and 32 columns, 4-bit codes",
     Kind.I8_ROWS: "rows of 8-bit codes, a step per row",
     Kind.I16_ROWS: "rows of 16-bit codes, a step per row",
+    Kind.W4_CSR: "CSR, elements of 4 bytes",
+    Kind.W4_COO: "COO, elements of 6 bytes",
+    Kind.W4_ELL: "blocked ELL of 32 x 4, 4-bit codes",
 }
-Times = Mapping[str, Sequence[float]]
 
 
 def situations(plan: Plan, selftest: SelfTest) -> dict[str, Situation]:
@@ -62,7 +65,7 @@ def explain_document(
     plan: Plan,
     target: Target,
     selftest: SelfTest,
-    times: Times | None = None,
+    measured: Measured | None = None,
     origins: Json = None,
 ) -> dict[str, Json]:
     """Return the document.
@@ -71,7 +74,7 @@ def explain_document(
         plan: The verified plan.
         target: What the kernels were built for.
         selftest: Says at which sizes programs run.
-        times: Seconds per call of each program, medians; without them shares are the cost model's.
+        measured: Median seconds per call and what checks did; without, shares are the cost model's.
         origins: What `origin_facts` says of the model; without it no call names its nodes.
     """
     tile = select_tile(target.isa)
@@ -84,13 +87,13 @@ def explain_document(
             looked_at.get(program.name, Situation()),
             tile,
             target,
-            times or {},
+            measured,
             call_nodes(known, program.name, program.calls),
         )
         for program in plan.programs
     }
     return {
-        "shares": MEASURED if times else EXPECTED,
+        "shares": MEASURED if measured else EXPECTED,
         "target": target.id,
         "programs": programs,
         "nodes": known.get("nodes", []),
@@ -104,7 +107,7 @@ def _program(
     situation: Situation,
     tile: TileSpec,
     target: Target,
-    times: Times,
+    known: Measured | None,
     nodes: Sequence[Mapping[str, Json]],
 ) -> dict[str, Json]:
     found = costs(plan, program, situation).costs
@@ -114,7 +117,8 @@ def _program(
             for call, cost in zip(program.calls, found, strict=True)
         ]
     )
-    seconds = times.get(program.name)
+    seconds = known.seconds.get(program.name) if known else None
+    checks = known.checks.get(program.name, {}) if known else {}
     measured = _shares(seconds) if seconds else None
     parts = segments(plan, program.calls)
     rows: list[Json] = [
@@ -122,6 +126,7 @@ def _program(
             "call": at,
             **call_facts(plan, program.calls[at], found[at], tile, target),
             **nodes[at],
+            "check": _check(plan, program.calls[at], checks.get(str(at))),
             "expected_ratio": round(expected[at], 5),
             "measured_ratio": round(measured[at], 5) if measured else None,
             "measured_us": round(1e6 * seconds[at], 3) if seconds else None,
@@ -170,13 +175,23 @@ def call_facts(
         "moved_bytes": cost.size_bytes,
         "dense_bytes": cost.dense_bytes,
         "layout": "; ".join(_LAYOUTS[kind] for kind in kinds) or "activations only",
-        "kernel": kernel_name(call.op, tile),
+        "kernel": kernel_name(call.op, tile, kinds),
         "is_tiled": tiled,
         "is_reference": KERNELS[call.op].is_reference,
         "why": f"{tile.isa}: the best tile that {target.id} has"
         if tiled
         else f"portable C, vectorised for {target.id}",
     }
+
+
+def _check(plan: Plan, call: PlanCall, counts: Sequence[int] | None) -> Json:
+    """Return what a call looks for at run time, and how often it was there in the self-test."""
+    most = int(call.params.get("check", 0))
+    if not most:
+        return None
+    held, broken = counts or (None, None)
+    groups = -(-plan.buffers[call.inputs[0]].cols // GROUP)
+    return {"most_live_groups": most, "groups": groups, "held": held, "broken": broken}
 
 
 def title_of(call: PlanCall) -> str:

@@ -31,6 +31,8 @@ def explain_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> It
         yield from _program_lines(name, explained)
     yield from _fate_lines(explained)
     yield from _sparsity_lines(report)
+    yield from _layout_lines(report)
+    yield from _check_lines(report, explained)
     yield from _memory_lines(report)
     yield from _index_lines(report)
     yield from _schedule_lines(report)
@@ -142,6 +144,50 @@ def _sparsity_lines(report: Mapping[str, Any]) -> Iterator[str]:
                 f"  {row['operation']}: at most {row['multiply_adds_most']} of "
                 f"{row['multiply_adds_dense']} multiply-adds, {row['why']}"
             )
+
+
+def _layout_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Say how each weight with zeros is stored, and what every other layout would have cost."""
+    for row in report.get("layouts", ()):
+        rows, cols = row["shape"]
+        yield ""
+        yield (
+            f"weight {rows} x {cols} of {row['operation']} in {', '.join(row['programs'])}, "
+            f"{row['density']:.2%} not zero: {row['chosen']}"
+        )
+        for price in row["prices"]:
+            spent = price["expected_us"]
+            takes = "not measured" if spent is None else f"{spent:.2f} us"
+            why = f", refused: {price['refused']}" if price["refused"] else ""
+            space = price["workspace_bytes"]
+            beside = f", workspace {shown_bytes(space)}" if space else ""
+            yield f"  {price['layout']}: {takes}, {shown_bytes(price['bytes'])}{beside}{why}"
+
+
+def _check_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> Iterator[str]:
+    """Say which calls look for zeros at run time, why, and how often they found them."""
+    counts = {
+        (name, call["call"]): call["check"]
+        for name, program in explained["programs"].items()
+        for call in program["calls"]
+        if call.get("check")
+    }
+    grounds = {(row["program"], row["call"]): row for row in report.get("checks", ())}
+    if counts or grounds:
+        yield ""
+        yield "run-time checks (sparse where the claim holds, dense otherwise, the same bits):"
+    for (program, call), found in counts.items():
+        why = grounds.get((program, call), {}).get("why", "in the plan")
+        times = ""
+        if found["held"] is not None:
+            times = f"; held {found['held']} times, broken {found['broken']}"
+        yield (
+            f"  {program} {call}: at most {found['most_live_groups']} of {found['groups']} groups "
+            f"of 32 live ({why}){times}"
+        )
+    for (program, call), row in grounds.items():
+        if not row["most"]:
+            yield f"  {program} {call}: none, {row['why']} ({row['held_ratio']:.0%} of rows)"
 
 
 def _weight_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -83,6 +83,12 @@ def dead_channel_block(b: GraphBuilder, x: str) -> str:
     return b.op("MatMul", b.op("Relu", hidden), b.const(w_out))
 
 
+def relu_block(b: GraphBuilder, x: str) -> str:
+    """A product over what a ReLU left, wide enough for a check."""
+    up = b.op("Relu", b.op("MatMul", x, b.weight(8, 256)))
+    return b.op("MatMul", up, b.weight(256, 64))
+
+
 Writer = Callable[[Path], Path]
 
 TINY_PART: Mapping[str, str] = {
@@ -123,6 +129,7 @@ CASES: Mapping[str, Writer] = {
     "propagate-masks": lambda d: write_block(d, elementwise_block),
     "select-kernels": lambda d: write_block(d, moe_block()),
     "assign-layouts": lambda d: write_block(d, sparse_block),
+    "check-zeros": lambda d: write_block(d, relu_block),
     "fuse-groups": lambda d: write_tiny(d, SMALL),
     "plan-kv": lambda d: write_windowed(d, SMALL, sink=1, window=8, max_step_tokens=4),
 }
