@@ -13,7 +13,7 @@ from compiler.contract.elements import (
     stored_parts,
     workspace_bytes,
 )
-from compiler.contract.native import NativeError
+from compiler.contract.native import NativeError, NativePlan
 from compiler.contract.plan import PlanError, parse_plan
 from compiler.contract.plan_format import Kind
 from compiler.driver.bundle_simulator import BundleSimulator
@@ -23,7 +23,7 @@ from compiler.emitters.runner import ScriptRun, build_runner, play
 from compiler.hardware.targets import find_target
 from compiler.kernels.program import COO, CSR, DENSE, ELL, Act, Module, NormKind, Op
 from compiler.quant.w4 import integer_w4, unpack_w4
-from tests.factories.kernels import CACHE, Case, native_targets, raw
+from tests.factories.kernels import CACHE, Case, library, native_targets, raw
 from tests.factories.modules import ModuleBuilder
 from tests.integration.test_native_emulated import EMULATORS, command
 from tests.integration.test_native_memory import Guarded
@@ -120,6 +120,19 @@ def test_packing_keeps_every_integer_weight(layout: str) -> None:
             assert (integer_w4(unpack_w4(found)) == integer_w4(unpack_w4(packed))).all()
             kind = LAYOUTS[layout]
             assert pack_elements(found, kind) == pack_elements(packed, kind)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shared_work_has_the_bits_of_one_thread(layout: str) -> None:
+    weight = pruned("unstructured", 1000, 600)
+    case = Case.of(linear(layout, weight))
+    parts = library(native_targets()[-2]), case.emitted.plan_bytes, case.emitted.sections
+    with NativePlan(*parts) as alone, NativePlan(*parts, threads=3) as shared:
+        for tokens in (1, 2, TOKENS):
+            values = inputs(weight, tokens)
+            expected = raw(alone.run("run", values))
+            for _ in range(20):
+                assert raw(shared.run("run", values)) == expected
 
 
 @pytest.mark.parametrize("target", native_targets())
