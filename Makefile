@@ -1,7 +1,7 @@
 # Developers' targets. Users need none of them: `python3 manage.py demo` and `python3 manage.py test` set up everything.
 PY ?= .venv/bin/python
 
-.PHONY: help env check format test full states openapi bench-answer bench-compile bench-kernels bench-prune demo lock lock-exporters
+.PHONY: help env check format test full states openapi bench-answer bench-compile bench-kernels bench-layouts bench-prune demo lock lock-exporters
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -45,6 +45,9 @@ bench-compile: env ## Compile EdgeCard cold, after one changed expert, unchanged
 
 bench-kernels: env ## Products and routed layers against the read limit and ONNX Runtime
 	$(PY) -m benchmarks.kernels --check
+
+bench-layouts: env ## Layouts of pruned weights on held-out shapes: regret of the choice; run-time checks
+	$(PY) -m benchmarks.layouts --check
 
 bench-prune: env ## Adaptive pruning of EdgeCard: accuracy, rows kept, time
 	$(PY) -m benchmarks.prune --check

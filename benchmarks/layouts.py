@@ -1,25 +1,30 @@
-"""Layouts of pruned weights: measure products in each, and what the chosen one costs too much.
+"""Layouts of pruned weights and run-time checks: measured products, and the regret of a choice.
 
-    python -m benchmarks.layouts                regret on shapes and densities the model never saw
+    python -m benchmarks.layouts [--check]      regret on shapes and densities the model never saw
     python -m benchmarks.layouts --points FILE  measure the points that the model is fitted to
 
 A product is the LINEAR call of a plan on weights that are hot in the cache: quantising the
 activations, the product, no Python. The layouts of one weight are measured in turns, in one run;
 times are medians over the turns, in CPU time of the thread, so that neighbours disturb all alike.
+The regret of a choice is how much longer it takes than the best measured.
 """
 
-import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
+from benchmarks.runner import Claim, main
+from compiler.analysis.checks import checked_groups
 from compiler.analysis.cost import ZeroCount, choose, count_zeros
 from compiler.contract.native import NativePlan
+from compiler.driver.native_check import host_target
 from compiler.emitters.plan import emit_plan
 from compiler.emitters.toolchain import build_kernels
 from compiler.hardware.targets import find_target
@@ -53,6 +58,10 @@ HELD_OUT = (
 MOST_STORED = {CSR: 0.06, COO: 0.06, ELL: 0.6}
 """Shares of elements or blocks beyond which a layout is not fitted."""
 ROWS = (1, 8)
+CHECKED_SHAPES = ((256, 512), (1024, 1024))
+CHECK_BARS: Final[Mapping[str, float]] = {"holds": 1.3, "at_bound": 0.97, "broken": 0.95}
+CACHE: Final = Path(__file__).resolve().parents[1] / "var" / "bench-cache" / "kernels"
+FITTED_TARGET: Final = "x86-64-v3"
 TURNS = 15
 SAMPLE_S = 2e-4
 """A turn repeats a call until it takes about so long."""
@@ -102,11 +111,11 @@ def pruned(pattern: str, n: int, k: int, density: float, seed: int) -> np.ndarra
     return (random.standard_normal((n, k)) * live).astype(np.float32)
 
 
-def linear_module(weight: np.ndarray, layout: str, rows: int) -> Module:
+def linear_module(weight: np.ndarray, layout: str, rows: int, check: int = 0) -> Module:
     """Return a module of one LINEAR call on `rows` rows."""
     n, k = weight.shape
     buffers = (Buffer(0, rows, False, k, "f32"), Buffer(1, rows, False, n, "f32"))
-    call = Call(Op.LINEAR, (0,), (1,), (0,), {})
+    call = Call(Op.LINEAR, (0,), (1,), (0,), {"check": check})
     program = Program("run", (call,), {"x": 0}, {"y": 1})
     stored = Weight(0, "w4", weight, "weights.shared", layout)
     return Module((program,), buffers, (stored,), None, 1)
@@ -119,41 +128,46 @@ def _seconds(plan: NativePlan, calls: int, repeats: int) -> float:
     return (time.thread_time() - start) / repeats
 
 
-def microseconds(kernels: bytes, weight: np.ndarray, rows: int) -> dict[str, float]:
-    """Return the median time of the product in each layout, measured in turns."""
-    module = linear_module(weight, W4_LAYOUTS[0], rows)
-    packed = pack_module(module).packed
-    x = np.random.default_rng(0).standard_normal((rows, weight.shape[1])).astype(np.float32)
-    plans, taken, stored = {}, {}, set()
+def microseconds(kernels: bytes, modules: Mapping[str, Module], x: np.ndarray) -> dict[str, float]:
+    """Return the median time of the only call of each module, measured in turns.
+
+    The modules share one weight; those that are stored alike are measured once.
+    """
+    packed = pack_module(next(iter(modules.values()))).packed
+    plans: dict[str, NativePlan] = {}
+    samples: dict[str, list[float]] = {}
+    stored = set()
     with ExitStack() as stack:
-        for layout in W4_LAYOUTS:
-            weights = (replace(module.weights[0], layout=layout),)
-            emitted = emit_plan(replace(module, weights=weights), weights_packed=packed)
-            digest = emitted.plan_bytes
-            if digest in stored:  # nothing to leave out: stored as the dense one
+        for name, module in modules.items():
+            emitted = emit_plan(module, weights_packed=packed)
+            if emitted.plan_bytes in stored:
                 continue
-            stored.add(digest)
+            stored.add(emitted.plan_bytes)
             plan = NativePlan(kernels, emitted.plan_bytes, emitted.sections)
-            plans[layout] = stack.enter_context(plan)
+            plans[name], samples[name] = stack.enter_context(plan), []
             plan.run("run", {"x": x})
-            repeats = max(1, round(SAMPLE_S / max(1e-7, _seconds(plan, 1, 3))))
-            taken[layout] = (repeats, [])
+        repeats = {
+            name: max(1, round(SAMPLE_S / max(1e-7, _seconds(plan, 1, 3))))
+            for name, plan in plans.items()
+        }
         for _ in range(TURNS):
-            for layout, plan in plans.items():
-                repeats, samples = taken[layout]
-                samples.append(_seconds(plan, 1, repeats) - _seconds(plan, 0, repeats))
-    return {name: 1e6 * statistics.median(samples) for name, (_, samples) in taken.items()}
+            for name, plan in plans.items():
+                spent = _seconds(plan, 1, repeats[name]) - _seconds(plan, 0, repeats[name])
+                samples[name].append(spent)
+    return {name: 1e6 * statistics.median(spent) for name, spent in samples.items()}
 
 
-def measure(
-    kernels: bytes, shapes: tuple[tuple[int, int], ...], patterns: tuple[tuple[str, float], ...]
+def measure_layouts(
+    kernels: bytes, shapes: Sequence[tuple[int, int]], patterns: Sequence[tuple[str, float]]
 ) -> Iterator[Measured]:
     """Measure every pattern on every shape, for every number of rows."""
     for at, (n, k) in enumerate(shapes):
         for pattern, density in patterns:
             weight = pruned(pattern, n, k, density, at)
             for rows in ROWS:
-                times = microseconds(kernels, weight, rows)
+                modules = {name: linear_module(weight, name, rows) for name in W4_LAYOUTS}
+                x = np.random.default_rng(0).standard_normal((rows, k)).astype(np.float32)
+                times = microseconds(kernels, modules, x)
                 yield Measured(pattern, density, rows, count_zeros(weight), times)
 
 
@@ -174,42 +188,99 @@ def points(found: Iterable[Measured]) -> list[Point]:
     return [(*place, round(statistics.median(spent), 2)) for place, spent in sorted(times.items())]
 
 
-def regrets(found: Iterator[Measured]) -> Iterator[tuple[float, str]]:
-    """Yield how much slower the chosen layout is than the best measured, with a line about it."""
-    for item in found:
-        chosen = choose(item.count, (item.rows,)).layout
-        best = min(item.times, key=lambda name: item.times[name])
-        regret = item.times[chosen] / item.times[best] - 1.0
-        times = "  ".join(f"{name} {spent:.1f}" for name, spent in item.times.items())
-        yield (
-            regret,
-            f"{item.rows} x {item.count.rows} x {item.count.cols} {item.pattern} {item.density:g}:"
-            f" {chosen}, best {best}, regret {regret:.1%}  ({times} us)",
+def regret_claims(found: Sequence[Measured]) -> list[Claim]:
+    """Return the regret of the cost model's choices, and where each layout is the best measured."""
+    chosen = [choose(item.count, (item.rows,)).layout for item in found]
+    best = [min(item.times, key=lambda name: item.times[name]) for item in found]
+    regrets = [
+        item.times[ours] / item.times[theirs] - 1.0
+        for item, ours, theirs in zip(found, chosen, best, strict=True)
+    ]
+    right = sum(regret == 0.0 for regret in regrets) / len(regrets)
+    worst = found[int(np.argmax(regrets))]
+    place = f"{worst.rows} x {worst.count.rows} x {worst.count.cols}, {worst.pattern}"
+    claims = [
+        _claim("layouts.choice.best", 100 * right, "%", right, 0.9, f"of {len(found)} products"),
+        *(
+            _claim(f"layouts.regret.{name}", 100 * regret, "%", 1 / (1 + regret), bar, note)
+            for name, regret, bar, note in (
+                ("median", statistics.median(regrets), None, ""),
+                ("mean", statistics.mean(regrets), 0.95, ""),
+                ("worst", max(regrets), None, f"{place} {worst.density:g}"),
+            )
+        ),
+    ]
+    for layout in W4_LAYOUTS:
+        note = f"chosen for {chosen.count(layout)}"
+        claims.append(
+            _claim(f"layouts.{layout}.best", best.count(layout), "products", None, None, note)
         )
+    return claims
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="x86-64-v3")
-    parser.add_argument("--cache", type=Path, default=Path("var/bench-cache/kernels"))
-    parser.add_argument("--points", type=Path, help="write the points to fit to to this file")
-    options = parser.parse_args()
-    kernels = build_kernels(find_target(options.target), [Op.LINEAR], options.cache)
-    if options.points:
-        found = points(measure(kernels, FITTED_SHAPES, FITTED))
-        lines = "".join(f"    {point!r},\n" for point in found)
-        options.points.write_text(lines.replace("'", '"'))
-        return
-    spent = []
-    for regret, line in regrets(measure(kernels, HELD_OUT_SHAPES, HELD_OUT)):
-        spent.append(regret)
-        print(line, flush=True)
-    right = sum(regret == 0.0 for regret in spent)
-    print(
-        f"{right} of {len(spent)} choices are the best measured; regret: median "
-        f"{statistics.median(spent):.1%}, mean {statistics.mean(spent):.1%}, worst {max(spent):.1%}"
-    )
+def check_claims(kernels: bytes) -> list[Claim]:
+    """Return what a run-time check saves where its claim holds, and costs where it does not."""
+    claims = []
+    for n, k in CHECKED_SHAPES:
+        weight, groups = pruned("elements", n, k, 1.0, 0), k // 32
+        most = checked_groups(k)
+        for rows in ROWS:
+            modules = {
+                "dense": linear_module(weight, W4_LAYOUTS[0], rows),
+                "checked": linear_module(weight, W4_LAYOUTS[0], rows, most),
+            }
+            for name, live in (("holds", groups // 2), ("at_bound", most), ("broken", groups)):
+                x = np.random.default_rng(0).standard_normal((rows, k)).astype(np.float32)
+                x[:, 32 * live :] = 0.0
+                times = microseconds(kernels, modules, x)
+                place, note = f"{rows}x{n}x{k}.{name}", f"{live} of {groups} groups live"
+                ratio = times["dense"] / times["checked"]
+                value, bar = times["checked"], CHECK_BARS[name]
+                claims.append(
+                    _claim(f"layouts.check.{place}", value, "us", ratio, bar, note, times["dense"])
+                )
+    return claims
+
+
+def _claim(
+    name: str,
+    value: float,
+    unit: str,
+    ratio: float | None,
+    bar: float | None,
+    note: str,
+    peer_value: float | None = None,
+) -> Claim:
+    peer = "best measured" if peer_value is None else "dense"
+    return Claim(name, value, unit, peer, "", peer_value, ratio, bar, "host", note)
+
+
+def measure() -> list[Claim]:
+    """Measure the held-out products and the checks; return the claims."""
+    target = host_target()
+    if target is None:
+        raise SystemExit("error: no target runs on this machine")
+    kernels = build_kernels(find_target(FITTED_TARGET), [Op.LINEAR], CACHE)
+    found = []
+    for item in measure_layouts(kernels, HELD_OUT_SHAPES, HELD_OUT):
+        found.append(item)
+        times = "  ".join(f"{name} {spent:.1f}" for name, spent in item.times.items())
+        where = f"{item.rows} x {item.count.rows} x {item.count.cols}"
+        choice = choose(item.count, (item.rows,)).layout
+        print(f"{where} {item.pattern} {item.density:g}: {choice}  ({times} us)", flush=True)
+    return [*regret_claims(found), *check_claims(kernels)]
+
+
+def write_points(path: Path) -> None:
+    """Measure what the cost model is fitted to; write the rows of its table."""
+    kernels = build_kernels(find_target(FITTED_TARGET), [Op.LINEAR], CACHE)
+    found = points(measure_layouts(kernels, FITTED_SHAPES, FITTED))
+    lines = "".join(f"    {point!r},\n" for point in found)
+    path.write_text(lines.replace("'", '"'))
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--points"]:
+        write_points(Path(sys.argv[2]))
+    else:
+        sys.exit(main("layouts", measure, sys.argv[1:]))
