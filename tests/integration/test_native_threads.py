@@ -54,6 +54,21 @@ def experts() -> Case:
     return Case.of(module)
 
 
+def many_experts() -> Case:
+    """More entries than a ticket can count: 1,100 tokens of 60 experts each."""
+    width, hidden, count, rows = 32, 32, 64, 1_100
+    weights = [w for _ in range(count) for w in (w4(2 * hidden, width), w4(width, hidden))]
+    module = single_call(
+        Op.EXPERTS,
+        [(None, width, "f32"), (None, 60, "i32"), (None, 60, "f32")],
+        [(None, width, "f32")],
+        weights,
+        {"act": ExpertAct.SWIGLU},
+        max_tokens=rows,
+    )
+    return Case.of(module)
+
+
 def attention() -> Case:
     width, heads = 1024, 16
     ports = [(None, width, "f32")] * 3
@@ -124,6 +139,22 @@ def test_it_gives_the_same_bits_with_any_number_of_threads(name: str, target: st
                     assert raw(plan.run("run", inputs(case, rows))) == result
                     plan.kv_length = 0
         assert ours() == []
+
+
+def test_it_shares_more_entries_than_a_ticket_can_count() -> None:
+    case, rows = many_experts(), 1_100
+    random = np.random.default_rng(3)
+    values = {
+        "x0": random.standard_normal((rows, 32)).astype(np.float32),
+        "x1": np.stack([random.permutation(64)[:60] for _ in range(rows)]).astype(np.int32),
+        "x2": random.standard_normal((rows, 60)).astype(np.float32),
+    }
+    with load(case, native_targets()[-2], 3) as plan:
+        shared = raw(plan.run("run", values))
+        plan.threads = 1
+        assert raw(plan.run("run", values)) == shared
+    simulated = case.simulator().run("run", values)
+    assert bytes(np.asarray(simulated["y0"]).data) == shared["y0"]
 
 
 def test_it_shares_work_that_is_worth_it() -> None:
