@@ -15,6 +15,7 @@ import onnx
 from onnx import helper
 
 from compiler.errors import UnsupportedOperatorError
+from compiler.frontend.values import axis_of
 
 MAX_TRIPS: Final = 1024
 CONTROL: Final = frozenset({"If", "Loop", "Scan"})
@@ -181,7 +182,7 @@ class ScanExpansion:
         self.state = list(node.input[: len(node.input) - count])
         self.given = list(node.input[len(self.state) :])
         axes = given.get("scan_input_axes") or [0] * count
-        self.axes = [a % rank for a, rank in zip(axes, ranks[len(self.state) :], strict=True)]
+        self.axes = [axis_of(a, r) for a, r in zip(axes, ranks[len(self.state) :], strict=True)]
         self.backward = given.get("scan_input_directions") or [0] * count
         made = len(node.output) - len(self.state)
         self.result_axes = given.get("scan_output_axes") or [0] * made

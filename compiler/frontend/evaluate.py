@@ -44,6 +44,8 @@ from compiler.frontend.writer import Writer
 MAX_EXPANDED_NODES: Final = 1 << 16
 FLOAT8: Final = frozenset({"float8_e4m3fn", "float8_e5m2"})
 """Types of stored weights that are read as f32, exactly; nothing is rounded to them at run time."""
+_BROKEN: Final = (ValueError, IndexError, TypeError, ArithmeticError, KeyError, RuntimeError)
+"""What operands that contradict their operator raise in rules and in the ONNX package."""
 ALONG_ONE_AXIS: Final = 13
 """From this operator set on a softmax runs along exactly one axis."""
 
@@ -220,16 +222,24 @@ class _Walk:
         """Replace a node by the nodes that it stands for, or by what it says about sequences."""
         self.expansions += 1
         prefix = f"{kind}{self.expansions}/"
-        writer = Writer(proto, self.values, self.run, self.opset or LATEST, prefix, self.bindings)
+        opset = self.opset or LATEST
+        writer = Writer(proto, self.values, self.run, opset, prefix, self.bindings, self.budget)
         try:
             if kind in EXPANSIONS:
                 EXPANSIONS[kind](writer)
             else:
                 resolve(writer, self.sequences)
-        except (ValueError, IndexError, TypeError, ArithmeticError, KeyError) as error:
+        except _BROKEN as error:
             raise MalformedModelError(f"operator {kind} (node {writer.label}): {error}") from error
 
     def _control(self, proto: onnx.NodeProto) -> None:
+        try:
+            self._unrolled(proto)
+        except _BROKEN as error:
+            where = f"operator {proto.op_type} (node {proto.name or proto.output[0]})"
+            raise MalformedModelError(f"{where}: {error}") from error
+
+    def _unrolled(self, proto: onnx.NodeProto) -> None:
         self.expansions += 1
         prefix = f"{proto.op_type}{self.expansions}/"
         if proto.op_type == "If":

@@ -149,6 +149,9 @@ def _join(w: Writer, a: Term, b: Term, later: set[str]) -> Term:
     right = tuple(label for label in b.labels if label not in a.labels)
     if not inner:
         return _times(w, a, b, (*batch, *left, *right))
+    if not batch and len(left) >= 1 and len(inner) == len(right) == 1:  # rows as they stand
+        turned = [_turned(w, a, (*left, *inner)).value, _turned(w, b, (*inner, *right)).value]
+        return Term(w.op("MatMul", *turned), (*left, *right))
     counts = _counts(w, a, b)
     rows = _regrouped(w, _turned(w, a, (*batch, *left, *inner)).value, counts, batch, left, inner)
     cols = _regrouped(w, _turned(w, b, (*batch, *inner, *right)).value, counts, batch, inner, right)

@@ -41,7 +41,7 @@ def cum_prod(w: Writer) -> None:
     """Products of the elements so far, one after the other."""
     x, given = w.inputs[0], w.attrs(exclusive=0, reverse=0)
     axis = w.integers(w.inputs[1], "the axis")[0] % w.rank(x)
-    count = w.shape(x)[axis]
+    count = w.size(x, axis)
     w.need(count <= MAX_STEPS, f"{count} factors, written out are at most {MAX_STEPS}")
     slices = [w.slice(x, axis, at, at + 1) for at in range(count)]
     slices = slices[::-1] if given["reverse"] else slices
@@ -72,6 +72,7 @@ def col2im(w: Writer) -> None:
         n + pads[i] + pads[i + axes] - ((counts[i] - 1) * strides[i] + gaps[i] * (block[i] - 1) + 1)
         for i, n in enumerate(image)
     ]
+    w.room(taps, taps)
     weight = np.eye(taps, dtype=np.float32).reshape(taps, 1, *block)
     made = w.op(
         *("ConvTranspose", columns, w.store(weight)),
@@ -168,6 +169,7 @@ def max_unpool(w: Writer) -> None:
     ]
     out = w.integers(wanted, "the size of the result") if wanted else [*shape[:2], *spatial]
     w.need(list(out[2:]) == spatial, "indices of an image of another size")
+    w.room(*out)
     zeros = w.store(np.zeros(math.prod(out), np.float32))
     flat = w.op("ScatterElements", zeros, w.reshape(index, -1), w.reshape(x, -1), axis=0)
     w.reshape(flat, *out, out=w.outputs[0])
@@ -195,6 +197,7 @@ def eye_like(w: Writer) -> None:
     """Ones on a diagonal of a known shape."""
     given = w.attrs(k=0, dtype=None)
     rows, cols = w.shape(w.inputs[0])
+    w.room(rows, cols)
     dtype = np.dtype(w.dtype(w.inputs[0]))
     if given["dtype"] is not None:
         dtype = np.dtype(helper.tensor_dtype_to_np_dtype(given["dtype"]))
@@ -211,6 +214,7 @@ def fourier(w: Writer) -> None:
     axis %= rank
     n = w.integers(length, "the length")[0] if length else shape[axis]
     w.need(axis < rank - 1 and not (given["inverse"] and given["onesided"]), "this kind", "")
+    w.room(n, n)
     x = _of_length(w, x, axis, n)
     count = n // 2 + 1 if given["onesided"] else n
     angle = 2 * np.pi * (np.outer(np.arange(n), np.arange(count)) % n) / n
@@ -238,6 +242,8 @@ def short_time_fourier(w: Writer) -> None:
     n = w.shape(window)[0] if window else w.integers(length, "the length of a frame")[0]
     hop = w.integers(step, "the step")[0]
     frames = (count - n) // hop + 1
+    w.room(n, n)
+    w.room(frames, n)
     places = np.arange(frames)[:, None] * hop + np.arange(n)
     rows = w.op("Gather", w.reshape(x, batch, count), w.store(places.astype(np.int64)), axis=1)
     rows = w.op("Mul", rows, window) if window else rows

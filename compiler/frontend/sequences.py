@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from compiler.frontend.control_flow import MAX_TRIPS
 from compiler.frontend.writer import Writer
 
 Sequences = dict[str, list[str]]
@@ -74,7 +75,7 @@ def _split(w: Writer, held: Sequences) -> None:
     x, sizes = w.inputs[:2]
     given = w.attrs(axis=0, keepdims=1)
     axis = given["axis"] % w.rank(x)
-    whole = w.shape(x)[axis]
+    whole = w.size(x, axis)
     counts = [1] * whole
     if sizes:
         wanted = w.stored(sizes, "the sizes of the parts")
@@ -82,6 +83,7 @@ def _split(w: Writer, held: Sequences) -> None:
         if wanted.ndim == 0:
             step = counts[0]
             counts = [min(step, whole - at) for at in range(0, whole, step)]
+    w.need(len(counts) <= MAX_TRIPS, f"{len(counts)} parts, opened are at most {MAX_TRIPS}")
     parts = w.split(x, counts, axis)
     if not sizes and not given["keepdims"]:
         parts = [w.op("Squeeze", part, w.ints(axis)) for part in parts]

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 
 from compiler.dialects.dims import Binding
 from compiler.errors import UnsupportedOperatorError
+from compiler.frontend.limits import FoldBudget
 from compiler.frontend.values import Array, Known, Value
 
 FIXED_HINT: Final = "pin what it depends on: sizes with dims, scalar inputs with constants"
@@ -32,6 +33,7 @@ class Writer:
         opset: Version of the default operator set.
         prefix: What names of values made here begin with; unique in the graph.
         lengths: The bindings of the lengths.
+        budget: What constants may take.
     """
 
     proto: onnx.NodeProto
@@ -40,6 +42,7 @@ class Writer:
     opset: int
     prefix: str
     lengths: Sequence[Binding]
+    budget: FoldBudget
     count: int = 0
     tables: dict[tuple[str, str, str], tuple[str, str]] = field(default_factory=dict)
 
@@ -107,6 +110,16 @@ class Writer:
         )
         return first
 
+    def size(self, name: str, axis: int) -> int:
+        """Return the size of one axis, which must be the same for all lengths.
+
+        Raises:
+            UnsupportedOperatorError: It depends on the run-time lengths.
+        """
+        found = {sizes[axis] for sizes in self.sizes(name)}
+        self.need(len(found) == 1, f"axis {axis} of {name!r} has a run-time size", FIXED_HINT)
+        return found.pop()
+
     def sizes(self, name: str) -> list[tuple[int, ...]]:
         """Return the sizes under every binding of the lengths."""
         return [value.shape for value in self.family(name)]
@@ -162,9 +175,20 @@ class Writer:
 
     def store(self, array: Array) -> str:
         """Add a constant; return its name."""
+        self.budget.spend(array.nbytes, self.label)
         name = self.fresh()
         self.values[name] = (Known(np.asarray(array)),) * self.bindings
         return name
+
+    def room(self, *sizes: int) -> None:
+        """Check the size of a constant before it is made.
+
+        Raises:
+            LimitError: It has more elements than the limits allow.
+        """
+        if min(sizes, default=0) < 0:
+            raise ValueError(f"a tensor of sizes {sizes}")
+        self.budget.elements(sizes, f"operator {self.proto.op_type} (node {self.label})")
 
     @property
     def bindings(self) -> int:
@@ -173,6 +197,7 @@ class Writer:
 
     def by_length(self, arrays: Sequence[Array]) -> str:
         """Add a value that follows from the lengths: its elements under every binding."""
+        self.budget.spend(sum(array.nbytes for array in arrays), self.label)
         name = self.fresh()
         self.values[name] = tuple(Known(np.asarray(array)) for array in arrays)
         return name

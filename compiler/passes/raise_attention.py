@@ -101,7 +101,7 @@ def _raise(
     scores = softmax_scores(op.arguments[0], ctx.constants)
     if scores is None:
         return 0
-    q = query_rows(scores.q, ctx.constants)
+    q = _stored_rows(scores.q, op, ctx.constants) or query_rows(scores.q, ctx.constants)
     k = _key_rows(scores.k, ctx.constants, q, axes=(1, 2, 0)) if q else None
     v = _key_rows(op.arguments[1], ctx.constants, q, axes=(1, 0, 2)) if q else None
     if q is None or k is None or v is None or not _agree(q, k, v, scores):
@@ -126,6 +126,19 @@ def _raise(
     insert_before(op, attention)
     replace(op, [_split_heads(attention.result, q.heads, shape_of(op.outputs[0]), op)], ctx.origins)
     return 1
+
+
+def _stored_rows(value: SSAValue, anchor: Operation, constants: ConstantTable) -> Rows | None:
+    """Return constant queries (..., H, R, hd), as resamplers have them, as a constant of rows."""
+    array = constants.get(value)
+    if array is None or array.ndim < 3 or array.size != np.prod(array.shape[-3:]):
+        return None
+    heads, rows, head_dim = array.shape[-3:]
+    turned = array.reshape(heads, rows, head_dim).swapaxes(0, 1)
+    lead = (1,) * (array.ndim - 3)
+    stored = constants.add(np.ascontiguousarray(turned.reshape(*lead, rows, heads * head_dim)))
+    insert_before(anchor, stored)
+    return Rows(stored.result, heads, 1.0)
 
 
 def _agree(q: Rows, k: Rows, v: Rows, scores: Scores) -> bool:

@@ -25,6 +25,20 @@ INTEGERS = (-1, 0, 1, 2, 3, 7, 2**31, 2**40, 2**62, -(2**63))
 DTYPES = ("float64", "int64", "float16", "int32", "bool", "uint8")
 
 
+def written_block(b: GraphBuilder, x: str) -> str:
+    """Operators that become others while importing."""
+    x = b.op("Einsum", x, b.weight(8, 8), equation="bsd,de->bse")
+    x = b.op("Add", x, b.op("EyeLike", b.weight(1, 8), k=3))
+    halves = b.op("SplitToSequence", x, b.ints(5, 3), axis=2)
+    x = b.op("ConcatFromSequence", halves, axis=2)
+    waves = b.op("DFT", b.weight(1, 6, 1), b.const(8, "int64"), axis=1, onesided=1)
+    kept = b.op(
+        "Compress", b.op("Reshape", waves, b.ints(-1)), b.const([False] + [True] * 8, "bool")
+    )
+    window = b.op("HannWindow", b.const(8, "int64"))
+    return b.op("Mul", b.op("Add", x, kept), window)
+
+
 def attention_block(b: GraphBuilder, x: str) -> str:
     """One head over all rows, with shape arithmetic around it."""
     sizes = b.op("Concat", b.ints(1), b.op("Shape", x, start=1, end=2), b.ints(8), axis=0)
@@ -36,6 +50,7 @@ def attention_block(b: GraphBuilder, x: str) -> str:
 
 SEEDS: Mapping[str, onnx.ModelProto] = {
     "mlp": block_model(mlp_block),
+    "written": block_model(written_block),
     "norm": block_model(layer_norm_block),
     "gathered": block_model(moe_block()),
     "functions": block_model(native_moe_block),

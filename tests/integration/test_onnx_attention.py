@@ -83,3 +83,19 @@ def test_attention_reads_keys_and_values_that_are_inputs(tmp_path: Path) -> None
         parser.parse_graph(text), opset_imports=[helper.make_opsetid("", 23)], ir_version=10
     )
     assert ran(model, tmp_path) == {"ATTENTION"}
+
+
+def test_learned_queries_run_on_the_attention_kernel(tmp_path: Path) -> None:
+    """A resampler: stored queries look at the rows of a picture."""
+    text = f"""g (float[1, 9, {WIDTH}] m) => (float[1, 5, {WIDTH}] y) {{
+      k = MatMul (m, wk)
+      v = MatMul (m, wv)
+      y = Attention <q_num_heads = {HEADS}, kv_num_heads = {HEADS}> (q, k, v)
+    }}"""
+    graph = parser.parse_graph(text)
+    shapes = {"q": (1, 5, WIDTH), "wk": (WIDTH, WIDTH), "wv": (WIDTH, WIDTH)}
+    for name, shape in shapes.items():
+        array = RANDOM.standard_normal(shape).astype(np.float32) / 4
+        graph.initializer.append(numpy_helper.from_array(array, name))
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    assert ran(model, tmp_path) == {"ATTENTION", "LINEAR_F32", "REF_MOVE"}

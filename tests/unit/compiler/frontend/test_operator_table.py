@@ -3,12 +3,13 @@
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from onnx import helper
 
 from compiler.driver import cli
-from compiler.errors import UnsupportedOperatorError
+from compiler.errors import LimitError, MalformedModelError, UnsupportedOperatorError
 from compiler.frontend import evaluate
 from compiler.frontend.control_flow import CONTROL
 from compiler.frontend.describe import write_submission
@@ -19,9 +20,10 @@ from compiler.frontend.onnx_ops import OPERATORS
 from compiler.frontend.operator_table import NOTES, How, as_markdown, operator_table
 from compiler.frontend.refused import REFUSED
 from compiler.frontend.sequences import SEQUENCES
+from compiler.frontend.values import Known, Runtime
 from compiler.passes.reference_select import ONNX_ROWS
 from tests.factories.onnx_control import CONTROL_CASES
-from tests.factories.onnx_operators import GROUPS, OperatorCase, case, f32, packed_product
+from tests.factories.onnx_operators import GROUPS, Input, OperatorCase, case, f32, packed_product
 from tests.factories.onnx_written import BY_THE_STANDARD, FOLDED, WRITTEN_OUT
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "operators.md"
@@ -104,6 +106,43 @@ def test_unrolling_has_a_limit(name: str, tmp_path: Path, monkeypatch) -> None:
     write_submission(tmp_path / "model.onnx", tmp_path / "out", {}, {})
     with pytest.raises(UnsupportedOperatorError, match="unrolls to more than 9 nodes"):
         import_pipeline(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        case("DFT", f32(1, 8, 1), np.array(1 << 40, np.int64), opset=17, axis=1),
+        case("STFT", f32(1, 1 << 20, 1), np.array(1), None, np.array(1 << 19)),
+        case("EyeLike", f32(1 << 18, 1 << 18)),
+        case("HannWindow", np.array(1 << 40, np.int64)),
+    ],
+    ids=lambda item: item.op,
+)
+def test_what_is_made_while_importing_has_a_limit(item: OperatorCase) -> None:
+    names = [f"x{at}" if operand is not None else "" for at, operand in enumerate(item.operands)]
+    node = helper.make_node(item.op, names, ["y"], name="the_node", **item.attrs)
+    given = {
+        name: (Runtime(operand.shape, "float32") if isinstance(operand, Input) else Known(operand),)
+        for name, operand in zip(names, item.operands, strict=True)
+        if operand is not None
+    }
+    graph = helper.make_graph([node], "g", [], [])
+    with pytest.raises(LimitError, match=item.op):
+        evaluate.evaluate(graph, given, ["y"], ({},), opset=item.opset)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("scan_input_axes", [9, 1]), ("scan_input_axes", [0]), ("scan_output_axes", [9, 0])],
+)
+def test_a_broken_scan_is_malformed(name: str, value: list[int], tmp_path: Path) -> None:
+    (item,) = (item for item in CONTROL_CASES if item.name == "scan")
+    model = item.model()
+    attribute = next(a for a in model.graph.node[0].attribute if a.name == name)
+    attribute.ints[:] = value
+    inputs = {i: (Runtime(shape, "float32"),) for i, shape in item.inputs.items()}
+    with pytest.raises(MalformedModelError):
+        evaluate.evaluate(model.graph, inputs, ["sums"], ({},), opset=18)
 
 
 @pytest.mark.parametrize("bits", [3, 5])
