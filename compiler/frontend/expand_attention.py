@@ -54,6 +54,40 @@ def expand_attention(w: Writer) -> None:
         w.give(mixed)
 
 
+def expand_multi_head_attention(w: Writer) -> None:
+    """Write `com.microsoft::MultiHeadAttention` as `Attention` of rows, biases added before."""
+    q, k, v, bias, padding, added, past_key, past_value = w.inputs[:8]
+    given = w.attrs(mask_filter_value=-10000.0, unidirectional=0)
+    plain = bool(k and v) and all(w.rank(x) == 3 for x in (q, k, v))
+    w.need(plain, "packed or cached operands", "give queries, keys and values as rows")
+    w.need(not any(w.inputs[8:10]), "a shared cache buffer", "give the cache as it is, by Concat")
+    if bias:
+        ends = np.cumsum([w.size(x, 2) for x in (q, k, v)])
+        parts = zip((0, *ends), ends, strict=False)
+        q, k, v = (
+            w.op("Add", x, w.slice(bias, 0, int(start), int(end)))
+            for x, (start, end) in zip((q, k, v), parts, strict=True)
+        )
+    if padding:
+        w.need(w.rank(padding) == 2, "a mask that is not one number per key")
+        kept = w.op("Sub", w.number(1.0), w.floats(padding))
+        hidden = w.op("Mul", kept, w.number(float(given["mask_filter_value"])))
+        hidden = w.op("Unsqueeze", hidden, w.ints(1, 2))
+        added = w.op("Add", added, hidden) if added else hidden
+    heads = int(given["num_heads"])
+    scale = {"scale": given["scale"]} if given.get("scale") else {}
+    made = w.ops(
+        *("Attention", 3, q, k, v, added, past_key, past_value),
+        q_num_heads=heads,
+        kv_num_heads=heads,
+        is_causal=int(given["unidirectional"]),
+        **scale,
+    )
+    for at, value in enumerate(made):
+        if w.outputs[at]:
+            w.give(value, at)
+
+
 def _operands(w: Writer, given: dict[str, Any], flat: bool) -> _Operands:
     q, k, v, _, past_key, past_value, *_ = w.inputs
     if flat:

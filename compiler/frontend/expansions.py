@@ -4,7 +4,11 @@ from types import MappingProxyType
 from typing import Final
 
 from compiler.frontend import expand_plain as p
-from compiler.frontend.expand_attention import expand_attention, expand_rotary_embedding
+from compiler.frontend.expand_attention import (
+    expand_attention,
+    expand_multi_head_attention,
+    expand_rotary_embedding,
+)
 from compiler.frontend.expand_einsum import expand_einsum
 from compiler.frontend.expand_function import expand_function
 from compiler.frontend.expand_sample import expand_grid_sample
@@ -38,5 +42,6 @@ EXPANSIONS: Final[Expansions] = MappingProxyType(
         "STFT": p.short_time_fourier,
         "TensorScatter": p.tensor_scatter,
         "com.microsoft::MatMulNBits": expand_packed_product,
+        "com.microsoft::MultiHeadAttention": expand_multi_head_attention,
     }
 )

@@ -461,6 +461,22 @@ PACKED: Sequence[OperatorCase] = (
     packed_product(2, 32, zeros=False),
     packed_product(2, 16, zeros=True),
 )
+ROWS = f32(2, 5, 16)
+FUSED: Sequence[OperatorCase] = (
+    *(
+        case("MultiHeadAttention", *operands, num_heads=4, domain="com.microsoft", **attrs)
+        for operands, attrs in (
+            ((ROWS, ROWS, ROWS), {"label": "self"}),
+            ((ROWS, f32(2, 7, 16), f32(2, 7, 16), floats(48)), {"label": "cross", "scale": 0.3}),
+            ((ROWS, ROWS, ROWS), {"label": "causal", "unidirectional": 1}),
+            (
+                (ROWS, ROWS, ROWS, None, np.array([[1] * 5, [1, 1, 1, 0, 0]], np.int32)),
+                {"label": "padding"},
+            ),
+            ((ROWS, ROWS, ROWS, None, None, f32(1, 4, 5, 5)), {"label": "bias"}),
+        )
+    ),
+)
 SEQUENCE = f32(4, 2, 3)
 RECURRENT: Sequence[OperatorCase] = (
     case(
@@ -525,5 +541,6 @@ GROUPS: Mapping[str, Sequence[OperatorCase]] = {
     "index": INDEX,
     "quantised": QUANTISED,
     "packed": PACKED,
+    "fused": FUSED,
     "recurrent": RECURRENT,
 }
