@@ -33,8 +33,7 @@ from compiler.dialects.moe_schedule import (
 from compiler.dialects.sp import BinaryOp, NormOp
 from compiler.dialects.types import shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.functions import functions, operations
-from compiler.passes.rewriting import erase_dead, insert_before, redirect, replace
+from compiler.passes.rewriting import insert_before, redirect, replace, sweep
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,7 @@ class DecomposeMoe(Pass):
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Rewrite every function; `moe.fused_layer` is taken apart down to the pieces."""
         rules = (_join_pieces, _join_route) if self.together else (_split_fused, _split_layer)
-        changed = 0
-        for rule in rules:
-            for op in operations(module):
-                changed += rule(op, ctx)
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
-        return PassResult(changed)
+        return PassResult(sweep(module, ctx, *rules))
 
 
 def _split_fused(op: Operation, ctx: PassContext) -> int:

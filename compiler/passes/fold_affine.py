@@ -29,9 +29,8 @@ from compiler.analysis.constants import Array
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of, type_of
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.functions import functions, operations
 from compiler.passes.match import attr, single_use
-from compiler.passes.rewriting import erase_dead, insert_before, swap
+from compiler.passes.rewriting import insert_before, swap, sweep
 
 Wide = NDArray[np.float64]
 _BATCH_NORM: Final = "BatchNormalization"
@@ -47,10 +46,7 @@ class FoldAffine(Pass):
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Fold in one forward walk, so that chains fold into their first product."""
-        changed = sum(_fold(op, ctx) for op in operations(module))
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
-        return PassResult(changed)
+        return PassResult(sweep(module, ctx, _fold))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,6 +18,7 @@ attention); with a causal one, stored or an argument, they have the same.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final
 
 import numpy as np
@@ -42,9 +43,9 @@ from compiler.dialects.movement import TransposeOp
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of, sizes_at
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.functions import functions, operations, role_of_argument
+from compiler.passes.functions import role_of_argument
 from compiler.passes.match import attr, onnx
-from compiler.passes.rewriting import erase_dead, insert_before, replace, reshaped
+from compiler.passes.rewriting import insert_before, replace, reshaped, sweep
 
 CACHE_ROLES: Final = frozenset({"past_key", "past_value"})
 
@@ -87,10 +88,7 @@ class RaiseAttention(Pass):
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Rewrite every matching product."""
         appended: dict[tuple[SSAValue, SSAValue], KvAppendOp] = {}
-        changed = sum(_raise(op, ctx, appended) for op in operations(module))
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
-        return PassResult(changed)
+        return PassResult(sweep(module, ctx, partial(_raise, appended=appended)))
 
 
 def _raise(

@@ -25,9 +25,8 @@ from compiler.dialects.movement import ReshapeOp, TransposeOp
 from compiler.dialects.sp import Conv2dOp, OnnxOp
 from compiler.dialects.types import shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.functions import functions, operations
 from compiler.passes.match import attr, onnx, single_use
-from compiler.passes.rewriting import erase_dead, insert_before, replace
+from compiler.passes.rewriting import insert_before, replace, sweep
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,7 @@ class RaiseConv(Pass):
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Rewrite every matching Conv."""
-        changed = sum(_raise(op, ctx) for op in operations(module))
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
-        return PassResult(changed)
+        return PassResult(sweep(module, ctx, _raise))
 
 
 def _raise(op: Operation, ctx: PassContext) -> int:

@@ -22,10 +22,9 @@ from xdsl.ir import Operation, SSAValue
 from compiler.dialects.sp import BinaryOp, EmbedOp, OnnxOp, SoftmaxOp, UnaryOp
 from compiler.dialects.types import dtype_of, shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.functions import functions, operations
 from compiler.passes.gelu_patterns import GELU, GELU_TANH
 from compiler.passes.match import Bind, attr, find, node, single_use
-from compiler.passes.rewriting import erase_dead, swap
+from compiler.passes.rewriting import swap, sweep
 
 _BINARY: Final = {"Add": "add", "Mul": "mul", "Sub": "sub", "Div": "div"}
 _UNARY: Final = {
@@ -53,16 +52,7 @@ class RaiseElementwise(Pass):
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Rewrite in one forward walk, what is written out before its parts."""
-        changed = 0
-        for op in operations(module):
-            changed += _written_out(op, ctx)
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
-        for op in operations(module):
-            changed += _raise(op, ctx)
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
-        return PassResult(changed)
+        return PassResult(sweep(module, ctx, _written_out, _raise))
 
 
 def _written_out(op: Operation, ctx: PassContext) -> int:

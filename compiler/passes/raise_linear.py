@@ -23,10 +23,9 @@ from compiler.analysis.constants import Array
 from compiler.dialects.sp import ConstantOp, LinearOp, OnnxOp
 from compiler.dialects.types import shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.functions import functions, operations
 from compiler.passes.match import Bind, attr, find, node
 from compiler.passes.pipeline_spec import QUANTISE_W4
-from compiler.passes.rewriting import erase, erase_dead, insert_before, swap
+from compiler.passes.rewriting import erase, insert_before, swap, sweep
 
 _SILU = node("Mul", Bind("x"), node("Sigmoid", Bind("x")))
 
@@ -48,16 +47,7 @@ class RaiseLinear(Pass):
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Raise, then fuse in one forward walk."""
-        changed = 0
-        for op in operations(module):
-            changed += self._raise(op, ctx)
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
-        for op in operations(module):
-            changed += any(fuse(op, ctx) for fuse in (_fuse_bias, _fuse_act, _fuse_residual))
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
-        return PassResult(changed)
+        return PassResult(sweep(module, ctx, self._raise, _fuse))
 
     def _raise(self, op: Operation, ctx: PassContext) -> int:
         if not isinstance(op, OnnxOp):
@@ -120,6 +110,10 @@ def _linear_of(value: SSAValue, *, uses: int = 1) -> LinearOp | None:
     if not isinstance(owner, LinearOp) or sum(1 for _ in value.uses) != uses:
         return None
     return owner
+
+
+def _fuse(op: Operation, ctx: PassContext) -> int:
+    return any(fuse(op, ctx) for fuse in (_fuse_bias, _fuse_act, _fuse_residual))
 
 
 def _fuse_bias(op: Operation, ctx: PassContext) -> bool:

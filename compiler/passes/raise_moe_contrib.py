@@ -18,12 +18,13 @@ operand 14 is there), and `use_sparse_mixer` is ignored by them, so a sparse mix
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final
 
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 from xdsl.dialects.builtin import ArrayAttr, ModuleOp
-from xdsl.ir import SSAValue
+from xdsl.ir import Operation, SSAValue
 
 from compiler.analysis.constants import Array, ConstantTable
 from compiler.analysis.moe_meaning import Experts, mix
@@ -35,11 +36,10 @@ from compiler.dialects.types import shape_of, sizes_at, tensor_type
 from compiler.errors import UnsupportedOperatorError
 from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.contrib_weights import CONTRIB_OPS, INTERLEAVED, read_experts
-from compiler.passes.functions import functions, operations
 from compiler.passes.judge import bind, run_model, run_source, sample_rows
 from compiler.passes.match import attr
 from compiler.passes.match_experts import leading, root
-from compiler.passes.rewriting import erase_dead, insert_before, replace, reshaped
+from compiler.passes.rewriting import insert_before, replace, reshaped, sweep
 from compiler.passes.slices import CONTRIB, OPSET
 
 JITTER: Final = 0.02
@@ -66,16 +66,13 @@ class RaiseMoeContrib(Pass):
                 message names the node and the reason.
         """
         notes: list[str] = []
-        changed = 0
-        for op in operations(module):
-            if isinstance(op, OnnxOp) and op.op.data in CONTRIB_OPS:
-                changed += _raise(op, ctx, notes)
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
+        changed = sweep(module, ctx, partial(_raise, notes=notes))
         return PassResult(changed, tuple(notes))
 
 
-def _raise(op: OnnxOp, ctx: PassContext, notes: list[str]) -> int:
+def _raise(op: Operation, ctx: PassContext, notes: list[str]) -> int:
+    if not isinstance(op, OnnxOp) or op.op.data not in CONTRIB_OPS:
+        return 0
     where = f"{ctx.origins.near(op)} ({op.op.data})"
     experts = read_experts(op, ctx.constants)
     if isinstance(experts, str):

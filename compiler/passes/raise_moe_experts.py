@@ -20,6 +20,7 @@ they do not commute with the activation.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final
 
 import numpy as np
@@ -34,7 +35,6 @@ from compiler.dialects.movement import MOVEMENT_OPS
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of, sizes_at
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.functions import functions, operations
 from compiler.passes.hypotheses import expert_candidates
 from compiler.passes.judge import agrees, bind, sample_choices, sample_rows, source_of
 from compiler.passes.match import attr, onnx
@@ -47,7 +47,7 @@ from compiler.passes.match_experts import (
     root,
     stack_of,
 )
-from compiler.passes.rewriting import erase_dead, insert_before, replace, reshaped
+from compiler.passes.rewriting import insert_before, replace, reshaped, sweep
 
 SCALES: Final = (1.0, 6.0, 60.0)
 """Standard deviations of the rows a candidate is judged on; the last one drives clips to work."""
@@ -64,9 +64,7 @@ class RaiseMoeExperts(Pass):
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Raise every sum over choices or experts that the judge confirms."""
         notes: list[str] = []
-        changed = sum(_raise(op, ctx, notes) for op in operations(module))
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
+        changed = sweep(module, ctx, partial(_raise, notes=notes))
         return PassResult(changed, tuple(notes))
 
 

@@ -11,8 +11,10 @@ MoERouter adds lambda times the bias to the logits, takes the k greatest and a s
 A bias of zeros (lambda 0) is dropped. Weights, bias and lambda must be constants.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
+from typing import ClassVar, Final
 
 import numpy as np
 from xdsl.dialects.builtin import ModuleOp
@@ -22,9 +24,8 @@ from compiler.dialects.moe import ExpertsOp, RouteOp
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.functions import functions, operations
 from compiler.passes.match import attr
-from compiler.passes.rewriting import erase_dead, insert_before, swap
+from compiler.passes.rewriting import insert_before, swap, sweep
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,12 @@ class RaiseMoeNative(Pass):
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Rewrite every router and every expert layer with constant weights."""
-        changed = 0
-        for op in operations(module):
-            if isinstance(op, OnnxOp) and op.op.data == "ai.sparsefleet::MoERouter":
-                changed += _route(op, ctx)
-            elif isinstance(op, OnnxOp) and op.op.data == "ai.sparsefleet::MoEExpert":
-                changed += _experts(op, ctx)
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
-        return PassResult(changed)
+        return PassResult(sweep(module, ctx, _raise))
+
+
+def _raise(op: Operation, ctx: PassContext) -> int:
+    rule = _RULES.get(op.op.data) if isinstance(op, OnnxOp) else None
+    return rule(op, ctx) if rule is not None and isinstance(op, OnnxOp) else 0
 
 
 def _route(op: OnnxOp, ctx: PassContext) -> int:
@@ -71,3 +69,8 @@ def _experts(op: OnnxOp, ctx: PassContext) -> int:
         return 0
     swap(op, ExpertsOp(x, index, gate, w_in, w_out, act="relu"), ctx.origins)
     return 1
+
+
+_RULES: Final[Mapping[str, Callable[[OnnxOp, PassContext], int]]] = MappingProxyType(
+    {"ai.sparsefleet::MoERouter": _route, "ai.sparsefleet::MoEExpert": _experts}
+)

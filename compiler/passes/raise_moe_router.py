@@ -15,6 +15,7 @@ Rows whose choice hangs on less than `MARGIN` are not compared: there f32 and f6
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final
 
 import numpy as np
@@ -29,11 +30,10 @@ from compiler.dialects.sp import ConstantOp, LinearOp, OnnxOp
 from compiler.dialects.types import shape_of, sizes_at
 from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.expert_count import need_chosen_experts
-from compiler.passes.functions import functions, operations
 from compiler.passes.judge import agrees, bind, run_source, sample_rows
 from compiler.passes.match import attr
 from compiler.passes.match_experts import leading, root
-from compiler.passes.rewriting import erase_dead, insert_before, redirect, reshaped
+from compiler.passes.rewriting import insert_before, redirect, reshaped, sweep
 from compiler.passes.slices import backward, run_time_leaves
 
 MARGIN: Final = 1e-5
@@ -57,12 +57,7 @@ class RaiseMoeRouter(Pass):
                 stacks do not hold.
         """
         notes: list[str] = []
-        changed = 0
-        for op in operations(module):
-            if isinstance(op, ExpertsOp):
-                changed += _raise(op, ctx, notes)
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
+        changed = sweep(module, ctx, partial(_raise, notes=notes))
         need_chosen_experts(module, ctx)
         return PassResult(changed, tuple(notes))
 
@@ -81,8 +76,8 @@ class _Slice:
         return shape_of(self.index)[-1].constant
 
 
-def _raise(experts: ExpertsOp, ctx: PassContext, notes: list[str]) -> int:
-    found = _slice(experts)
+def _raise(op: Operation, ctx: PassContext, notes: list[str]) -> int:
+    found = _slice(op) if isinstance(op, ExpertsOp) else None
     if found is None:
         return 0
     where = ctx.origins.near(found.linear)

@@ -21,7 +21,6 @@ from xdsl.ir import Operation, SSAValue
 from compiler.dialects.sp import ConstantOp, NormOp, OnnxOp
 from compiler.dialects.types import shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.functions import functions, operations
 from compiler.passes.match import (
     Bind,
     Env,
@@ -34,7 +33,7 @@ from compiler.passes.match import (
     onnx,
     single_use,
 )
-from compiler.passes.rewriting import erase_dead, insert_before, redirect, replace
+from compiler.passes.rewriting import insert_before, redirect, replace, sweep
 
 
 def _square(of: Pattern) -> Pattern:
@@ -71,12 +70,11 @@ class RaiseNorm(Pass):
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Rewrite from the outputs' side, so that gamma and beta are found before the core."""
-        changed = 0
-        for op in operations(module):
-            changed += _raise_whole(op, ctx) or _raise_decomposed(op, ctx)
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
-        return PassResult(changed)
+        return PassResult(sweep(module, ctx, _raise))
+
+
+def _raise(op: Operation, ctx: PassContext) -> int:
+    return _raise_whole(op, ctx) or _raise_decomposed(op, ctx)
 
 
 def _raise_whole(op: Operation, ctx: PassContext) -> int:

@@ -26,10 +26,9 @@ from compiler.dialects.mm import AttentionRowOp, PruneOp
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.functions import functions, operations
 from compiler.passes.match import attr
 from compiler.passes.raise_attention import Scores, softmax_scores
-from compiler.passes.rewriting import erase_dead, insert_before, replace, reshaped
+from compiler.passes.rewriting import insert_before, replace, reshaped, sweep
 
 SKIPPED_KEYS: Final = 1
 
@@ -53,10 +52,7 @@ class RaisePrune(Pass):
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Rewrite every DynamicPrune whose scores are attention of one row."""
-        changed = sum(_raise(op, ctx) for op in operations(module))
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
-        return PassResult(changed)
+        return PassResult(sweep(module, ctx, _raise))
 
 
 def _raise(op: Operation, ctx: PassContext) -> int:

@@ -32,9 +32,15 @@ from compiler.dialects.movement import ConcatOp, SliceOp
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of, sizes_at, symbols_of
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.functions import functions, operations, role_of_argument
+from compiler.passes.functions import role_of_argument
 from compiler.passes.match import Bind, Env, Pattern, find, node, onnx
-from compiler.passes.rewriting import erase_dead, insert_before, rebuild_chain, replace, reshaped
+from compiler.passes.rewriting import (
+    insert_before,
+    rebuild_chain,
+    replace,
+    reshaped,
+    sweep,
+)
 
 
 def _orders(a: str, b: str) -> tuple[tuple[Pattern, Pattern], ...]:
@@ -91,10 +97,7 @@ class RaiseRope(Pass):
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Rewrite every rotation that is proven."""
-        changed = sum(_raise(op, ctx) for op in operations(module))
-        for func in functions(module):
-            erase_dead(func, ctx.origins)
-        return PassResult(changed)
+        return PassResult(sweep(module, ctx, _raise))
 
 
 def _raise(op: Operation, ctx: PassContext) -> int:

@@ -4,8 +4,9 @@ Whatever takes an operation away or puts another in its place goes through here,
 be reported to `compiler.passes.origins`; a test holds all passes to it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from xdsl.dialects.builtin import ModuleOp
 from xdsl.dialects.func import FuncOp
 from xdsl.ir import Operation, SSAValue
 from xdsl.traits import Pure
@@ -13,8 +14,12 @@ from xdsl.traits import Pure
 from compiler.dialects.dims import Dim
 from compiler.dialects.movement import MOVEMENT_OPS, ReshapeOp
 from compiler.dialects.types import shape_of
-from compiler.passes.functions import body
+from compiler.passes.base import PassContext
+from compiler.passes.functions import body, functions, operations
 from compiler.passes.origins import Origins
+
+Rule = Callable[[Operation, PassContext], int]
+"""Rewrites at one operation, or does not; returns how often."""
 
 
 def insert_before(anchor: Operation, *new: Operation) -> None:
@@ -56,6 +61,20 @@ def _drop(op: Operation) -> None:
     block = op.parent
     assert block is not None
     block.erase_op(op)
+
+
+def sweep(module: ModuleOp, ctx: PassContext, *rules: Rule) -> int:
+    """Apply every rule to all operations, one rule after the other; erase what dies of each.
+
+    Returns:
+        What the rules returned, added up: how often they rewrote something.
+    """
+    changed = 0
+    for rule in rules:
+        changed += sum(rule(op, ctx) for op in operations(module))
+        for func in functions(module):
+            erase_dead(func, ctx.origins)
+    return changed
 
 
 def is_pure(op: Operation) -> bool:
