@@ -197,10 +197,11 @@ def _onnx_norm(op: Any, run: Execution) -> list[Array]:
 
 def _conv2d(op: Any, run: Execution) -> list[Array]:
     p, weight = op.parameters(), run.at(op.weight)
-    image = run.at(op.x).reshape(p["H"], p["W"], -1)
-    image = np.pad(image, ((p["pad"],) * 2, (p["pad"],) * 2, (0, 0)))
-    windows = np.lib.stride_tricks.sliding_window_view(image, (p["kh"], p["kw"]), axis=(0, 1))
-    windows = windows[:: p["stride"], :: p["stride"]].transpose(0, 1, 3, 4, 2)
+    x = run.at(op.x)
+    images = x.reshape(-1, p["H"], p["W"], x.shape[-1])
+    images = np.pad(images, ((0, 0), (p["pad"],) * 2, (p["pad"],) * 2, (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(images, (p["kh"], p["kw"]), axis=(1, 2))
+    windows = windows[:, :: p["stride"], :: p["stride"]].transpose(0, 1, 2, 4, 5, 3)
     y = windows.reshape(-1, weight.shape[1]) @ weight.T
     y = y if op.bias is None else y + run.at(op.bias)
     return [ACTIVATIONS[op.act.data](y)]

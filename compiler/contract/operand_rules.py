@@ -182,10 +182,11 @@ def _conv2d(c: Operands) -> None:
     x, y, weight = c.source(0), c.result(0), c.weight(0)
     kh, kw, stride, pad = (c.number(n) for n in ("kh", "kw", "stride", "pad"))
     height, width = c.number("H"), c.number("W")
-    fixed(x, height * width, x.cols, "CONV2D input")
+    images = x.rows // (height * width)
+    fixed(x, images * height * width, x.cols, "CONV2D input")
     need(height + 2 * pad >= kh and width + 2 * pad >= kw, "CONV2D window exceeds the padded image")
     rows = ((height + 2 * pad - kh) // stride + 1) * ((width + 2 * pad - kw) // stride + 1)
-    fixed(y, rows, weight.rows, "CONV2D result")
+    fixed(y, images * rows, weight.rows, "CONV2D result")
     need(weight.cols == kh * kw * x.cols, f"CONV2D weight needs {kh * kw * x.cols} columns")
     vector(c.maybe_weight(1), weight.rows, "CONV2D bias")
 

@@ -56,8 +56,9 @@ class Op(IntEnum):
     The k tokens of highest `score[token + score_offset]`, in ascending token order; ties go to the
     lower token."""
     CONV2D = 10
-    """x (H*W, Ci); weight f32 (Co, kh*kw*Ci) in (ky, kx, ci) order, [bias f32 (Co)] -> (Ho*Wo, Co).
-    Zero padding `pad` on all sides, Ho = (H + 2*pad - kh) / stride + 1; `act(sum + bias)`."""
+    """x (N*H*W, Ci); weight f32 (Co, kh*kw*Ci) in (ky, kx, ci) order, [bias f32 (Co)] ->
+    (N*Ho*Wo, Co), image by image; the rows of x say how many there are. Zero padding `pad` on all
+    sides, Ho = (H + 2*pad - kh) / stride + 1; `act(sum + bias)`."""
     ROWS_CONCAT = 11
     """a (R1, D) or -1, b (R2, D) or -1; weight (R', D) or -1 -> (R1+R2, D), fixed rows only.
     Exactly one of a, b may be -1: the f32 weight takes its place."""

@@ -190,7 +190,7 @@ class NormOp(IRDLOperation):
 
 @irdl_op_definition
 class Conv2dOp(IRDLOperation):
-    """Convolution of one image in HWC order: x (H*W, Ci), weight (Co, kh*kw*Ci) in (ky, kx, ci)."""
+    """Convolution of images in HWC order: x (N*H*W, Ci), weight (Co, kh*kw*Ci) in (ky, kx, ci)."""
 
     name = "sp.conv2d"
     x = operand_def(TensorType)
@@ -212,11 +212,12 @@ class Conv2dOp(IRDLOperation):
         act: str = "none",
     ) -> None:
         height, width, kh, kw, stride, pad = geometry
+        images = shape_of(x)[0].constant // (height * width)
         rows = ((height + 2 * pad - kh) // stride + 1) * ((width + 2 * pad - kw) // stride + 1)
         super().__init__(
             operands=[x, weight, bias],
             properties={"geometry": integers(geometry), "act": StringAttr(act)},
-            result_types=[tensor_type(dtype_of(x), [Dim(rows), shape_of(weight)[0]])],
+            result_types=[tensor_type(dtype_of(x), [Dim(images * rows), shape_of(weight)[0]])],
         )
 
     def parameters(self) -> dict[str, int]:
@@ -224,10 +225,11 @@ class Conv2dOp(IRDLOperation):
         return dict(zip(self.FIELDS, map(int, self.geometry.get_values()), strict=True))
 
     def verify_(self) -> None:
-        """Rows are H*W and weight columns are kh*kw*Ci."""
+        """Rows are whole images of H*W and weight columns are kh*kw*Ci."""
         p, x, weight = self.parameters(), shape_of(self.x), shape_of(self.weight)
         require(self.act.data in ACTS, self, f"unknown act {self.act.data!r}")
-        require(x[0] == Dim(p["H"] * p["W"]), self, "rows are not H*W")
+        images, rest = divmod(x[0].constant, p["H"] * p["W"])
+        require(x[0].is_static and images > 0 and not rest, self, "rows are not whole images")
         require(weight[1] == x[1].times(p["kh"] * p["kw"]), self, "weight columns do not fit")
 
 

@@ -1,4 +1,4 @@
-"""Raise convolutions of one image to `sp.conv2d` in HWC order, so that layout changes vanish.
+"""Raise convolutions of images to `sp.conv2d` in HWC order, so that layout changes vanish.
 
 Before:
     %1 = "sp.onnx"(%x, %w, %b) <{op = "Conv", ...}> : tensor<1x3x8x8xf32> -> tensor<1x16x4x4xf32>
@@ -9,16 +9,17 @@ After:
     %2 = %y' as (1, Co, Ho, Wo)
 
 The two layout changes are movement; between convolutions, and before the usual "flatten and
-transpose to tokens", they cancel. Left out: groups, dilation, strides or padding that differ by
-axis, batches.
+transpose to tokens", they cancel. Several images are rows one after the other, (N*H*W, C). Left
+out: groups, dilation, strides or padding that differ by axis.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from xdsl.dialects.builtin import ModuleOp
-from xdsl.ir import Operation
+from xdsl.ir import Operation, SSAValue
 
 from compiler.dialects.dims import Dim
 from compiler.dialects.movement import ReshapeOp, TransposeOp
@@ -51,32 +52,49 @@ def _raise(op: Operation, ctx: PassContext) -> int:
         return 0
     end, act = _with_relu(op)
     filters = np.ascontiguousarray(weight.transpose(0, 2, 3, 1).reshape(weight.shape[0], -1))
-    channels = shape_of(op.arguments[0])[1]
-    pixels = Dim(geometry[0] * geometry[1])
-    planes = ReshapeOp(op.arguments[0], (channels, pixels))
-    rows = TransposeOp(planes.result, [1, 0])
+    to_rows = _to_rows(op.arguments[0])
     constants = [ctx.constants.add(filters)]
     if bias is not None:
         constants.append(ctx.constants.add(bias))
     conv = Conv2dOp(
-        rows.result,
+        to_rows[-1].result,
         constants[0].result,
         constants[1].result if bias is not None else None,
         geometry,
         act=act,
     )
-    back = TransposeOp(conv.result, [1, 0])
-    image = ReshapeOp(back.result, shape_of(end.results[0]))
-    insert_before(end, planes, rows, *constants, conv, back, image)
-    replace(end, [image.result], ctx.origins)
+    back = _to_images(conv.result, shape_of(end.results[0]))
+    insert_before(end, *to_rows, *constants, conv, *back)
+    replace(end, [back[-1].result], ctx.origins)
     return 1
+
+
+def _to_rows(images: SSAValue) -> list[ReshapeOp | TransposeOp]:
+    """Return the way from (N, C, H, W) to (N*H*W, C)."""
+    count, channels, height, width = shape_of(images)
+    pixels = Dim(height.constant * width.constant)
+    if count == Dim(1):
+        planes = ReshapeOp(images, (channels, pixels))
+        return [planes, TransposeOp(planes.result, [1, 0])]
+    last = TransposeOp(images, [0, 2, 3, 1])
+    return [last, ReshapeOp(last.result, (pixels.times(count.constant), channels))]
+
+
+def _to_images(rows: SSAValue, shape: Sequence[Dim]) -> list[ReshapeOp | TransposeOp]:
+    """Return the way back from (N*H*W, C) to (N, C, H, W)."""
+    count, channels, height, width = shape
+    if count == Dim(1):
+        planes = TransposeOp(rows, [1, 0])
+        return [planes, ReshapeOp(planes.result, shape)]
+    last = ReshapeOp(rows, (count, height, width, channels))
+    return [last, TransposeOp(last.result, [0, 3, 1, 2])]
 
 
 def _geometry(op: OnnxOp) -> tuple[int, ...] | None:
     """Return H, W, kh, kw, stride, pad, or None if one number is not enough for each."""
     shape = shape_of(op.arguments[0])
     strides, dilations, pads = (attr(op, key) for key in ("strides", "dilations", "pads"))
-    if len(shape) != 4 or shape[0] != Dim(1) or attr(op, "group") != 1:
+    if len(shape) != 4 or not shape[0].is_static or attr(op, "group") != 1:
         return None
     if not all(isinstance(item, list) for item in (strides, dilations, pads)):
         return None

@@ -142,16 +142,16 @@ def _conv2d(s: Step) -> Results:
     kh, kw, stride, pad = (s.number(name) for name in ("kh", "kw", "stride", "pad"))
     height, width = s.number("H"), s.number("W")
     x, weight = s.source(0), s.constant(0)
-    depth, channels = x.shape[1], len(weight)
-    frame = np.zeros((height + 2 * pad, width + 2 * pad, depth), s.numerics.dtype)
-    frame[pad : pad + height, pad : pad + width] = x.reshape(height, width, depth)
+    depth, channels, images = x.shape[1], len(weight), len(x) // (height * width)
+    frame = np.zeros((images, height + 2 * pad, width + 2 * pad, depth), s.numerics.dtype)
+    frame[:, pad : pad + height, pad : pad + width] = x.reshape(images, height, width, depth)
     out_h, out_w = (height + 2 * pad - kh) // stride + 1, (width + 2 * pad - kw) // stride + 1
-    total = np.zeros((out_h * out_w, channels), s.numerics.dtype)
+    total = np.zeros((images * out_h * out_w, channels), s.numerics.dtype)
     taps = np.ascontiguousarray(weight.T)
     for ky in range(kh):
         for kx in range(kw):
-            seen = frame[ky : ky + out_h * stride : stride, kx : kx + out_w * stride : stride]
-            seen = seen[:out_h, :out_w].reshape(-1, depth)
+            seen = frame[:, ky : ky + out_h * stride : stride, kx : kx + out_w * stride : stride]
+            seen = seen[:, :out_h, :out_w].reshape(-1, depth)
             for ci in range(depth):
                 total += seen[:, ci, None] * taps[(ky * kw + kx) * depth + ci]
     bias = s.maybe_constant(1)

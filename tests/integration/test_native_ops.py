@@ -177,15 +177,17 @@ def attention(
     )
 
 
-def conv(side: int, depth: int, channels: int, kernel: int, stride: int, pad: int) -> OpCase:
+def conv(
+    side: int, depth: int, channels: int, kernel: int, stride: int, pad: int, images: int = 1
+) -> OpCase:
     out = (side + 2 * pad - kernel) // stride + 1
     height = side + 2
     out_h = (height + 2 * pad - kernel) // stride + 1
     return OpCase(
-        f"CONV2D-{side}-{depth}-{channels}-{kernel}-{stride}-{pad}",
+        f"CONV2D-{side}-{depth}-{channels}-{kernel}-{stride}-{pad}-{images}",
         Op.CONV2D,
-        [(height * side, depth, "f32")],
-        [(out * out_h, channels, "f32")],
+        [(images * height * side, depth, "f32")],
+        [(images * out * out_h, channels, "f32")],
         [f32(channels, kernel * kernel * depth), f32(channels)],
         {
             "kh": kernel, "kw": kernel, "stride": stride, "pad": pad,
@@ -362,7 +364,7 @@ CASES = [
     attention(64, 4, layer=1), attention(48, 4, groups=2, layer=0), attention(36, 6, groups=1),
     attention(32, 4, keys=1), attention(48, 4, groups=2, keys=50), attention(33, 3, keys=9),
     conv(9, 1, 8, 3, 2, 1), conv(8, 3, 13, 3, 1, 1), conv(11, 5, 24, 5, 2, 0),
-    conv(6, 16, 32, 1, 1, 0),
+    conv(6, 16, 32, 1, 1, 0), conv(7, 3, 19, 3, 2, 1, images=3), conv(5, 2, 8, 3, 1, 0, images=2),
     *(route(20, 7, k, order) for k in (1, 2, 7) for order in RouteOrder),
     route(33, 16, 2, RouteOrder.TOPK_SOFTMAX, bias=True),
     route(33, 16, 2, RouteOrder.SPARSEMIXER, bias=True, jitter=0.02),

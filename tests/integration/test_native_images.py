@@ -1,0 +1,52 @@
+"""Convolutions of several images: the fast kernel, no layout change between two of them."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from tests.factories.graph_runs import GraphCase, relative_error
+
+
+def stacked(path: Path) -> Path:
+    """Write two convolutions with ReLU, stride two in the second, of a free number of images."""
+    rng = np.random.default_rng(8)
+    weights = {
+        "w1": rng.normal(0, 0.3, (6, 3, 3, 3)),
+        "b1": rng.normal(0, 0.3, 6),
+        "w2": rng.normal(0, 0.3, (10, 6, 3, 3)),
+        "b2": rng.normal(0, 0.3, 10),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w1", "b1"], ["c1"], pads=[1] * 4),
+        helper.make_node("Relu", ["c1"], ["r1"]),
+        helper.make_node("Conv", ["r1", "w2", "b2"], ["c2"], pads=[1] * 4, strides=[2, 2]),
+        helper.make_node("Relu", ["c2"], ["y"]),
+    ]
+    kind = onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        nodes,
+        "stacked",
+        [helper.make_tensor_value_info("x", kind, ["n", 3, 8, 10])],
+        [helper.make_tensor_value_info("y", kind, ["n", 10, 4, 5])],
+        [numpy_helper.from_array(a.astype(np.float32), name) for name, a in weights.items()],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    return path
+
+
+@pytest.mark.parametrize("images", [1, 2, 5])
+def test_it_convolves_images_one_after_the_other(images: int, tmp_path: Path) -> None:
+    case = GraphCase.of(stacked(tmp_path / "m.onnx"), tmp_path / "s", {"n": images})
+    calls = [call.op.name for call in case.pipeline.module.programs[0].calls]
+    assert calls[:3] == ["REF_MOVE", "CONV2D", "CONV2D"]  # to rows once, nothing in between
+    assert set(calls[3:]) == {"REF_MOVE"}
+    x = np.random.default_rng(images).standard_normal((images, 3, 8, 10)).astype(np.float32)
+    native = case.native(feeds := case.feeds({"x": x}))
+    assert native == case.simulated(feeds)
+    (wanted,) = case.wanted({"x": x}).values()
+    found = case.array("tensor", native["tensor"], wanted)
+    assert relative_error(found, wanted) <= 1e-6
