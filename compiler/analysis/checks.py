@@ -3,7 +3,7 @@
 `CheckZeros` and `compiler.quant.checks` ask. Measured (x86-64-v3, LINEAR of 128 to 1,024 rows over
 256 to 2,048 columns, 1 and 8 activation rows, interleaved): reading the listed groups of a dense
 weight takes as long per group as reading all of them, and as long as dense at 15 of 16 groups; a
-check that fails costs at most 3 % from 8 groups on, because it stops at the first group too many.
+check that fails costs at most 5 % from 8 groups on, because it stops at the first group too many.
 """
 
 from typing import Final
