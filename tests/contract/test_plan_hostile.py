@@ -20,6 +20,7 @@ from compiler.contract.plan_format import (
     PROGRAM,
     SECTION,
     WEIGHT,
+    Kind,
     Record,
 )
 from tests.factories.kernels import Case
@@ -134,7 +135,7 @@ def test_it_refuses_a_bad_header(good: bytes, field: str, value: int | bytes, me
     [
         (SECTION, "bytes", 0, "out of range"),
         (SECTION, "bytes", 64, "its section"),
-        (WEIGHT, "kind", 9, "unknown"),
+        (WEIGHT, "kind", max(Kind) + 1, "unknown"),
         (WEIGHT, "section", 4000, "lies in section"),
         (WEIGHT, "rows", 0, "a weight of"),
         (WEIGHT, "cols", 1 << 21, "a weight of"),
