@@ -1,7 +1,6 @@
 """`explain`: what was found in a model, what became of it, and what it costs."""
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +21,7 @@ from compiler.driver.explain.document import explain_document
 from compiler.driver.explain.picture import picture
 from compiler.driver.explain.sources import origins_of
 from compiler.driver.explain.svg import svg_text
-from compiler.driver.explain.text import explain_lines, node_lines
+from compiler.driver.explain.text import check_text, explain_lines, node_lines
 from compiler.driver.native_check import runs_here, take_times
 from compiler.hardware.targets import find_target
 
@@ -56,9 +55,13 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
     lines = [
         f"{manifest.model} {manifest.version} for {manifest.target}, "
         f"{shown_bytes(manifest.total_bytes)}",
-        f"verified on {manifest.verified_on}: {json.dumps(report.get('native_check', {}))}",
+        ": ".join(
+            text for text in (f"verified on {manifest.verified_on}", check_text(report)) if text
+        ),
         *explain_lines(report, explained),
     ]
+    if options.svg is not None:
+        lines.append(f"the plan is drawn in {options.svg}")
     return Answer(lines, {**report, "explained": explained})
 
 

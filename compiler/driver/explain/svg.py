@@ -28,13 +28,15 @@ LEGEND: Final = (
     ("reference", "reference kernel"),
 )
 LEGEND_HEIGHT: Final = 40
+LEGEND_STEP: Final = 130
 TITLE_CHARACTERS: Final = 22
 SOURCE_CHARACTERS: Final = 30
 
 
 def svg_text(picture: Mapping[str, Any]) -> str:
     """Return the SVG document; every text in it is escaped."""
-    width, height = picture["width"], picture["height"] + LEGEND_HEIGHT
+    width = max(picture["width"], LEGEND_STEP * len(LEGEND))
+    height = picture["height"] + LEGEND_HEIGHT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-LEGEND_HEIGHT} {width} {height}" '
         f'width="{width}" height="{height}" role="img" aria-label="The plan, call by call">',
@@ -114,7 +116,7 @@ def _legend(shares: str) -> str:
     for tone, text in LEGEND:
         parts.append(f'<rect class="{tone}" x="{x}" y="{y - 8}" width="10" height="10" rx="2"/>')
         parts.append(f'<text class="faint" x="{x + 15}" y="{y}">{text}</text>')
-        x += 130
+        x += LEGEND_STEP
     parts.append(
         f'<text class="faint" x="16" y="{y + 16}">per cent and lower bar: share of the program\'s '
         f"time, {escape(shares)}</text>"

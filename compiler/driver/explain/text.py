@@ -38,9 +38,32 @@ def explain_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> It
     yield from _schedule_lines(report)
     yield from _routing_lines(report)
     yield from _weight_lines(report)
-    yield f"experts per layer: {json.dumps(report.get('experts', {}))}"
-    for note in report.get("notes", ()):
-        yield f"note: {note}"
+    if experts := report.get("experts"):
+        yield "experts per layer: " + ", ".join(
+            f"{name} {count}" for name, count in experts.items()
+        )
+    yield from _note_lines(report)
+
+
+def check_text(report: Mapping[str, Any]) -> str:
+    """Return what the self-test of the compiled code came to, in words; empty without one."""
+    check = report.get("native_check") or {}
+    if "vectors" not in check:
+        return ""
+    wrong = check.get("failed_vectors", 0)
+    outcome = f"{wrong} of them with other bits" if wrong else "every bit as in the simulator"
+    return f"{check['vectors']} vectors in {check.get('runs', 0)} runs, {outcome}"
+
+
+def _note_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the passes did; those that found nothing to do share a line."""
+    notes = [note.partition(": ") for note in report.get("notes", ())]
+    busy = {name for name, _, rest in notes if rest != "0"}
+    for name, colon, rest in notes:
+        if rest != "0":
+            yield f"note: {name}{colon}{rest}"
+    if idle := dict.fromkeys(name for name, _, _ in notes if name not in busy):
+        yield f"note: nothing to do for {', '.join(idle)}"
 
 
 def _stage_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -11,7 +11,14 @@ from compiler.driver.explain.document import explain_document, situations
 from compiler.driver.explain.picture import NODE_HEIGHT, NODE_WIDTH, picture
 from compiler.driver.explain.repeats import Segment, segments
 from compiler.driver.explain.sources import origins_of
-from compiler.driver.explain.svg import SOURCE_CHARACTERS, short_source, svg_text
+from compiler.driver.explain.svg import (
+    LEGEND,
+    LEGEND_STEP,
+    SOURCE_CHARACTERS,
+    short_source,
+    svg_text,
+)
+from compiler.driver.explain.text import check_text, explain_lines
 from compiler.emitters.plan import emit_plan
 from compiler.hardware.targets import find_target
 from compiler.kernels.program import Act, Op
@@ -231,3 +238,32 @@ def test_it_reports_what_the_analysis_proved(edgecard) -> None:
     for row in experts:
         assert row["multiply_adds_most"] * 8 == row["multiply_adds_dense"]
         assert row["why"] == "2 of 16 experts"
+
+
+def test_it_says_in_words_what_the_self_test_came_to() -> None:
+    check = {"vectors": 16, "runs": 20, "failed_vectors": 0, "mismatches": []}
+    assert check_text({"native_check": check}) == (
+        "16 vectors in 20 runs, every bit as in the simulator"
+    )
+    check["failed_vectors"] = 2
+    assert check_text({"native_check": check}).endswith("2 of them with other bits")
+    assert check_text({}) == check_text({"native_check": {}}) == ""
+
+
+def test_it_gathers_passes_that_found_nothing_to_do(explained) -> None:
+    report = {"notes": ["m: 3 nodes", "fold: 0", "raise: 2; a, b", "fold: 1", "prune: 0"]}
+    lines = list(explain_lines({**report, "experts": {"L0": 4, "L1": 8}}, explained))
+    assert lines[-5:] == [
+        "experts per layer: L0 4, L1 8",
+        "note: m: 3 nodes",
+        "note: raise: 2; a, b",
+        "note: fold: 1",
+        "note: nothing to do for prune",
+    ]
+    assert not [line for line in explain_lines({}, explained) if "experts per layer" in line]
+
+
+def test_it_leaves_room_for_the_legend_of_a_narrow_plan(explained) -> None:
+    narrow = {**picture(explained), "width": 200}
+    width = float(ElementTree.fromstring(svg_text(narrow)).attrib["width"])
+    assert width >= LEGEND_STEP * len(LEGEND)
