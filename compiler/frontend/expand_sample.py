@@ -1,9 +1,10 @@
-"""GridSample: pictures and volumes read at places that the model computes.
+"""GridSample and RoiAlign: pictures and volumes read at places that the model computes.
 
-    x (N, C, spatial...), grid (N, out..., axes) in [-1, 1], the last spatial axis first
+    GridSample: x (N, C, spatial...), grid (N, out..., axes) in [-1, 1], the last spatial axis first
+    RoiAlign:   x (N, C, H, W), regions (R, 4), picture of each (R) -> means (R, C, out...)
 
-Every output is a sum of taps, elements of x times weights: one tap (nearest), 2 per axis (linear),
-4 per axis (cubic, pictures only). A tap outside is a zero, the edge, or a reflection.
+Every output of GridSample is a sum of taps, elements of x times weights: one tap (nearest), 2 per
+axis (linear), 4 per axis (cubic, pictures only). A tap outside is a zero, the edge, or a reflection.
 """
 
 import itertools
@@ -11,12 +12,15 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 from onnx import TensorProto
 
 from compiler.frontend.writer import Writer
 
 MODES: Final = {"bilinear": "linear", "bicubic": "cubic"}
 CUBIC: Final = -0.75
+HALF_PIXEL: Final = 16
+"""From this operator set on regions are shifted by half a pixel unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +130,68 @@ class _Line:
         folded = w.op("Mod", index, w.scalar(period))
         mirrored = w.op("Sub", w.scalar(period if self.aligned else period - 1), folded)
         return w.op("Where", w.op("Less", folded, w.scalar(size)), folded, mirrored)
+
+
+def expand_roi_align(w: Writer) -> None:
+    """Write `RoiAlign` out: the mean of a fixed grid of linear samples per cell of a region."""
+    x, regions, pictures = w.inputs[:3]
+    new = "half_pixel" if w.opset >= HALF_PIXEL else "output_half_pixel"
+    given = w.attrs(
+        mode="avg",
+        sampling_ratio=0,
+        output_height=1,
+        output_width=1,
+        spatial_scale=1.0,
+        coordinate_transformation_mode=new,
+    )
+    each = int(given["sampling_ratio"])
+    hint = "export with a sampling ratio above 0 and averages, or read regions with GridSample"
+    w.need(given["mode"] == "avg" and each > 0, "greatest samples, or as many as fit", hint)
+    batch, channels, height, width = w.shape(x)
+    count = w.shape(regions)[0]
+    out = int(given["output_height"]), int(given["output_width"])
+    shifted = given["coordinate_transformation_mode"] == "half_pixel"
+    scaled = w.op("Mul", regions, w.number(float(given["spatial_scale"])))
+    scaled = w.op("Sub", scaled, w.number(0.5)) if shifted else scaled
+    rows, cols = (
+        _region_taps(w, scaled, axis, size, cells * each, whole=shifted)
+        for axis, size, cells in ((1, height, out[0]), (0, width, out[1]))
+    )
+    planes = w.op("Transpose", w.reshape(x, batch, channels, height * width), perm=[1, 0, 2])
+    flat = w.reshape(planes, channels, batch * height * width)
+    base = w.op("Mul", w.reshape(pictures, count, 1, 1), w.scalar(height * width))
+    total = ""
+    for row, col in itertools.product(rows, cols):
+        down = w.op("Mul", w.reshape(row.index, count, -1, 1), w.scalar(width))
+        place = w.op("Add", w.op("Add", base, down), w.reshape(col.index, count, 1, -1))
+        weight = w.op(
+            "Mul", w.reshape(row.weight, count, -1, 1), w.reshape(col.weight, count, 1, -1)
+        )
+        term = w.op("Mul", w.op("Gather", flat, place, axis=1), weight)
+        total = w.op("Add", total, term) if total else term
+    cells = w.reshape(total, channels, count, out[0], each, out[1], each)
+    mean = w.op("ReduceMean", cells, axes=[3, 5], keepdims=0)
+    w.op("Transpose", mean, out=w.outputs[0], perm=[1, 0, 2, 3])
+
+
+def _region_taps(
+    w: Writer, regions: str, axis: int, size: int, samples: int, *, whole: bool
+) -> list[Tap]:
+    """Write the two taps of every sample (R, samples) along one axis of the regions."""
+    first, last = (w.slice(regions, 1, at, at + 1) for at in (axis, axis + 2))
+    length = w.op("Sub", last, first)
+    length = length if whole else w.op("Max", length, w.number(1.0))
+    parts = ((np.arange(samples) + 0.5) / samples).astype(np.float32)
+    at = w.op("Add", first, w.op("Mul", length, w.store(parts)))
+    above = w.op("GreaterOrEqual", at, w.number(-1.0))
+    inside = w.floats(w.op("And", above, w.op("LessOrEqual", at, w.number(float(size)))))
+    at = w.op("Clip", at, w.number(0.0), w.number(float(size - 1)))
+    low = w.op("Floor", at)
+    rest = w.op("Sub", at, low)
+    index = w.op("Cast", low, to=TensorProto.INT64)
+    after = w.op("Min", w.op("Add", index, w.scalar(1)), w.scalar(size - 1))
+    near = w.op("Sub", w.number(1.0), rest)
+    return [
+        Tap(index, w.op("Mul", near, inside), ""),
+        Tap(after, w.op("Mul", rest, inside), ""),
+    ]

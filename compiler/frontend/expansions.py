@@ -11,7 +11,7 @@ from compiler.frontend.expand_attention import (
 )
 from compiler.frontend.expand_einsum import expand_einsum
 from compiler.frontend.expand_function import expand_function
-from compiler.frontend.expand_sample import expand_grid_sample
+from compiler.frontend.expand_sample import expand_grid_sample, expand_roi_align
 from compiler.frontend.weight_only import expand_packed_product
 from compiler.frontend.writer import Expansions
 
@@ -38,6 +38,7 @@ EXPANSIONS: Final[Expansions] = MappingProxyType(
         "GridSample": expand_grid_sample,
         "LpPool": p.lp_pool,
         "MaxUnpool": p.max_unpool,
+        "RoiAlign": expand_roi_align,
         "RotaryEmbedding": expand_rotary_embedding,
         "STFT": p.short_time_fourier,
         "TensorScatter": p.tensor_scatter,

@@ -96,6 +96,7 @@ NOTES: Final[Mapping[str, str]] = MappingProxyType(
         "Resize": "without tf_crop_and_resize",
         "STFT": f"with known steps and lengths; {_FIXED}",
         "ReverseSequence": "with known lengths",
+        "RoiAlign": "averages of a fixed number of samples; the number of regions must be fixed",
         "Scan": _TRIPS,
         "Softmax": "along one axis",
         "SplitToSequence": "with known sizes of the parts",

@@ -58,10 +58,6 @@ REFUSED: Final[Mapping[str, Refusal]] = MappingProxyType(
         "RandomUniform": _RANDOM,
         "RandomUniformLike": _RANDOM,
         "RegexFullMatch": _TEXT,
-        "RoiAlign": Refusal(
-            "its regions come from a choice of run-time size and there is no kernel for it",
-            "cut the model in front of it, or read a fixed number of regions with GridSample",
-        ),
         "Scatter": Refusal(_GONE, "use ScatterElements"),
         "SequenceMap": Refusal(
             "it applies a graph to a sequence of unknown length", "use Loop or Scan"

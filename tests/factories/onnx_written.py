@@ -42,6 +42,7 @@ def ints_scalar(value: int) -> Array:
     return np.array(value, np.int64)
 
 
+REGIONS = np.array([[0, 0, 15, 15], [3, 2, 9, 14], [-4, 5, 21, 6.5], [7, 7, 7.5, 7.2]], np.float32)
 HEADS = f32(1, 4, 5, 8)
 WRITTEN_OUT: Sequence[OperatorCase] = (
     *(
@@ -97,6 +98,25 @@ WRITTEN_OUT: Sequence[OperatorCase] = (
     ),
     case("AffineGrid", f32(2, 2, 3), ints(2, 3, 4, 5), opset=20),
     case("AffineGrid", f32(2, 2, 3), ints(2, 3, 4, 5), align_corners=1, opset=20, label="corners"),
+    *(
+        case(
+            *("RoiAlign", f32(2, 3, 8, 9), REGIONS, ints(0, 1, 1, 0)),
+            output_height=3,
+            output_width=2,
+            sampling_ratio=2,
+            spatial_scale=0.5,
+            coordinate_transformation_mode=mode,
+            label=mode,
+        )
+        for mode in ("half_pixel", "output_half_pixel")
+    ),
+    case(
+        *("RoiAlign", f32(1, 2, 8, 9), f32(3, 4, low=0.0, high=8.0), i64(3, low=0, high=0)),
+        output_height=2,
+        output_width=3,
+        sampling_ratio=1,
+        label="running",
+    ),
     case("BitShift", u8(9), np.array(3, np.uint8), direction="LEFT"),
     case("BitShift", u8(9), np.array([1, 2, 3] * 3, np.uint8), direction="RIGHT", label="right"),
     case("BitwiseNot", i64(9)),

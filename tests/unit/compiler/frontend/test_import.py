@@ -124,10 +124,10 @@ def test_it_expands_fills_of_run_time_size(tmp_path: Path) -> None:
 
 def test_it_names_operator_node_and_what_is_supported(tmp_path: Path) -> None:
     def build(b: GraphBuilder, x: str) -> str:
-        return b.op("RoiAlign", b.op("Relu", x), x, b.ints(0))
+        return b.op("MaxRoiPool", b.op("Relu", x), x, pooled_shape=[2, 2])
 
     with pytest.raises(
-        UnsupportedOperatorError, match=r"operator RoiAlign \(node node_RoiAlign_\d\)"
+        UnsupportedOperatorError, match=r"operator MaxRoiPool \(node node_MaxRoiPool_\d\)"
     ) as e:
         imported(tmp_path, build)
     assert "GridSample" in e.value.hint
