@@ -1,8 +1,9 @@
 """Constants by content: the IR names an array by its digest, so names in files cannot matter."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from compiler.dialects.sp import ConstantOp
 from compiler.dialects.types import tensor_type
 
 Array = NDArray[Any]
+Fact = TypeVar("Fact")
 
 DIGEST_DIGITS = 32
 PREVIEW_ELEMENTS = 8
@@ -22,6 +24,9 @@ class ConstantTable:
     """Arrays by digest of element type, shape and bytes; arrays are read-only and never removed."""
 
     arrays: dict[str, Array] = field(default_factory=dict)
+    _learned: dict[tuple[str, Callable[[Array], Any]], Any] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def add(self, array: Array) -> ConstantOp:
         """Store `array` and return a new operation that yields it."""
@@ -43,6 +48,20 @@ class ConstantTable:
         if value is None or not isinstance(value.owner, ConstantOp):
             return None
         return self.of(value.owner)
+
+    def learn(self, op: ConstantOp, fact: Callable[[Array], Fact]) -> Fact:
+        """Return `fact(array)` of a constant, computed once per content: arrays never change.
+
+        Args:
+            op: The constant.
+            fact: A pure function of the array that stands in a module; its result is shared and
+                must not be written to.
+        """
+        key = (op.sha256.data, fact)
+        if key not in self._learned:
+            self._learned[key] = fact(self.of(op))
+        found: Fact = self._learned[key]
+        return found
 
     def scalar(self, value: SSAValue | None) -> float | None:
         """Return the number behind `value` if it is a constant with one element."""

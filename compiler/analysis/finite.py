@@ -20,11 +20,11 @@ import numpy as np
 from xdsl.dialects.func import FuncOp
 from xdsl.ir import Operation, SSAValue
 
-from compiler.analysis.constants import ConstantTable
+from compiler.analysis.constants import Array, ConstantTable
 from compiler.dialects.invariant import zero_rule
 from compiler.dialects.moe import ExpertsOp
 from compiler.dialects.movement import ReshapeOp
-from compiler.dialects.sp import LinearOp
+from compiler.dialects.sp import ConstantOp, LinearOp
 from compiler.dialects.types import dtype_of, shape_of
 
 UNBOUNDED: Final = math.inf
@@ -51,21 +51,32 @@ class _Bounds:
 
     def row_sum(self, weight: SSAValue) -> float:
         """Return the greatest sum of absolute weights of one output."""
-        array = self.constants.get(weight)
-        if array is None or not np.isfinite(array).all() or not array.size:
+        owner = weight.owner
+        if not isinstance(owner, ConstantOp):
             return UNBOUNDED
-        return W4_SLACK * float(np.abs(array.astype(np.float64)).sum(axis=-1).max())
+        return W4_SLACK * self.constants.learn(owner, greatest_row_sum)
+
+
+def greatest_row_sum(array: Array) -> float:
+    """Return the greatest sum of magnitudes along the last axis, infinity if it has none."""
+    if not np.isfinite(array).all() or not array.size:
+        return UNBOUNDED
+    return float(np.abs(array.astype(np.float64)).sum(axis=-1).max())
+
+
+def greatest_magnitude(array: Array) -> float:
+    """Return the greatest magnitude of finite numbers, infinity if there is none."""
+    if array.dtype.kind not in "fiub" or not array.size:
+        return UNBOUNDED
+    bound = float(np.abs(array.astype(np.float64)).max())
+    return bound if math.isfinite(bound) else UNBOUNDED
 
 
 _Rule = Callable[[Any, _Bounds], float]
 
 
 def _constant(op: Any, b: _Bounds) -> float:
-    array = b.constants.of(op)
-    if array.dtype.kind not in "fiub" or not array.size:
-        return UNBOUNDED
-    bound = float(np.abs(array.astype(np.float64)).max())
-    return bound if math.isfinite(bound) else UNBOUNDED
+    return b.constants.learn(op, greatest_magnitude)
 
 
 def _first(op: Any, b: _Bounds) -> float:

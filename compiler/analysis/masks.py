@@ -14,7 +14,7 @@ values with those numbers are; `compiler.analysis.finite` says which of them are
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property, lru_cache, reduce
 from typing import Final
 
 import numpy as np
@@ -36,6 +36,8 @@ from compiler.dialects.dims import Dim
 MAX_CLAUSES: Final = 8
 MAX_ATOMS: Final = 8
 MAX_STATIC_ELEMENTS: Final = 1 << 20
+MOVES_KEPT: Final = 256
+"""Moved atoms that are remembered; one may hold a pattern of `MAX_STATIC_ELEMENTS` bits."""
 
 GRANULARITIES: Final = ("element", "column", "row", "block")
 """From fine to coarse; a join is as coarse as its coarsest part."""
@@ -128,14 +130,7 @@ class Atom:
 
     def moved(self, step: Step) -> "Atom":
         """Return the atom after one more step; static ones are evaluated at once if small."""
-        path = shortened((*self.path, step))
-        if isinstance(self.pattern, Fixed) and is_static(path):
-            bits = Atom(self.pattern, path).evaluate(Environment())
-            if bits.size <= MAX_STATIC_ELEMENTS:
-                fixed = Fixed.of(bits)
-                tail = (Expand(tuple(map(Dim, bits.shape))),) if fixed.shape != bits.shape else ()
-                return Atom(fixed, tail)
-        return Atom(self.pattern, path)
+        return _moved(self, step)
 
     def evaluate(self, env: Environment) -> Bits:
         """Return where the atom holds in one execution."""
@@ -190,6 +185,18 @@ class Atom:
         if not width.is_static:
             return None
         return np.broadcast_to(fixed.bits().reshape(-1), (width.constant,))
+
+
+@lru_cache(maxsize=MOVES_KEPT)
+def _moved(atom: Atom, step: Step) -> Atom:
+    path = shortened((*atom.path, step))
+    if isinstance(atom.pattern, Fixed) and is_static(path):
+        bits = Atom(atom.pattern, path).evaluate(Environment())
+        if bits.size <= MAX_STATIC_ELEMENTS:
+            fixed = Fixed.of(bits)
+            tail = (Expand(tuple(map(Dim, bits.shape))),) if fixed.shape != bits.shape else ()
+            return Atom(fixed, tail)
+    return Atom(atom.pattern, path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +277,8 @@ class Mask:
     def assuming(self, numbers: Iterable[int]) -> "Mask":
         """Return the mask whose clauses also need those values to be finite."""
         more = frozenset(numbers)
+        if not more:
+            return self
         return normal(Clause(c.atoms, c.assumes | more) for c in self.clauses)
 
     def renumbered(self, source: Callable[[int], int], gather: Callable[[int], int]) -> "Mask":
@@ -287,6 +296,8 @@ class Mask:
 
     def unconditional(self) -> "Mask":
         """Return what holds without any assumption."""
+        if not any(c.assumes for c in self.clauses):
+            return self
         return normal(c for c in self.clauses if not c.assumes)
 
     def evaluate(self, env: Environment, shape: tuple[int, ...]) -> Bits:
@@ -366,6 +377,10 @@ def padded(mask: Mask, step: Step, shape: Shape) -> Mask:
 def normal(clauses: Iterable[Clause]) -> Mask:
     """Return the normal form: true clauses dropped, false atoms dropped, covered ones absorbed."""
     simple = {c for c in map(_simplified, clauses) if c is not None}
+    if not simple:
+        return DENSE
+    if len(simple) == 1:  # nothing to order or to absorb
+        return Mask(frozenset(c for c in simple if len(c.atoms) <= MAX_ATOMS))
     kept: list[Clause] = []
     for clause in sorted(simple, key=Clause.rank):
         if len(clause.atoms) <= MAX_ATOMS and not any(k.covers(clause) for k in kept):

@@ -20,7 +20,7 @@ from compiler.analysis.masks import DENSE, Band, Density, Mask, of_array, of_pat
 from compiler.analysis.zero_rules import ZeroKind, ZeroRule
 from compiler.dialects.dims import Dim
 from compiler.dialects.invariant import zero_rule
-from compiler.dialects.sp import OnnxOp, SoftmaxOp
+from compiler.dialects.sp import ConstantOp, OnnxOp, SoftmaxOp
 from compiler.dialects.types import dtype_of, shape_of
 
 EXP_UNDERFLOW: Final = 110.0
@@ -78,8 +78,18 @@ def broadcast(mask: Mask, value: SSAValue, result: SSAValue) -> Mask:
 
 def constant(op: Any, flow: Flow, rule: ZeroRule) -> list[Mask]:
     """The array's own zeros."""
-    array = flow.constants.of(op)
-    return [of_array(np.asarray(array != 0)) if array.dtype.kind in "fiub" else DENSE]
+    return [flow.constants.learn(op, own_zeros)]
+
+
+def own_zeros(array: Array) -> Mask:
+    """Return the mask of an array of numbers."""
+    return of_array(np.asarray(array != 0)) if array.dtype.kind in "fiub" else DENSE
+
+
+def live_places(array: Array) -> Bits | None:
+    """Return where a matrix is not zero, None if it is no matrix of finite numbers."""
+    is_usable = array.ndim == 2 and bool(np.isfinite(array).all())
+    return np.asarray(array != 0) if is_usable else None
 
 
 def source(op: Any, flow: Flow, rule: ZeroRule) -> list[Mask]:
@@ -154,14 +164,15 @@ def contraction(op: Any, flow: Flow, rule: ZeroRule) -> list[Mask]:
     Reads only rows k where M(x) holds; `compiler.analysis.savings` counts that.
     """
     x, weight = op.operands[0], op.operands[1]
-    array = flow.constants.get(weight)
-    if array is None or array.ndim != 2 or not np.isfinite(array).all():
+    owner = weight.owner
+    live = flow.constants.learn(owner, live_places) if isinstance(owner, ConstantOp) else None
+    if live is None:
         return [DENSE]
-    matrix = array if op.name in ("sp.linear", "sp.conv2d") else array.T
+    matrix = live if op.name in ("sp.linear", "sp.conv2d") else live.T
     inputs = flow.mask(x).columns()
-    if op.name == "sp.conv2d" or inputs is None:
-        inputs = np.ones(matrix.shape[1], np.bool_)
-    columns = ((matrix != 0) & inputs).any(axis=1)
+    if op.name != "sp.conv2d" and inputs is not None:
+        matrix = matrix & inputs
+    columns = np.asarray(matrix.any(axis=1))
     mask = of_array(columns).moved(Expand(shape_of(op.results[0])))
     checked = op.name == "sp.linear" and op.storage.data == "w4"
     mask = mask if checked else flow.assume(mask, x)

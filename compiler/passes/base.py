@@ -1,11 +1,12 @@
 """What a pass is, and what it may use."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from xdsl.dialects.builtin import ModuleOp
 
 from compiler.analysis.constants import ConstantTable
+from compiler.analysis.known_facts import KnownFacts
 from compiler.passes.origins import Origins
 from compiler.passes.pipeline_spec import PipelineSpec
 
@@ -17,6 +18,7 @@ class PassContext:
     spec: PipelineSpec
     constants: ConstantTable
     origins: Origins
+    facts: KnownFacts = field(default_factory=KnownFacts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from typing import ClassVar, Final
 
 from xdsl.dialects.builtin import ModuleOp, StringAttr
 
-from compiler.analysis.propagation import module_facts
 from compiler.analysis.sources import detected_sources
 from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions
@@ -34,9 +33,9 @@ class DetectSources(Pass):
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Mark every function."""
         kinds: Counter[str] = Counter()
-        funcs = functions(module)
-        for func, facts in zip(funcs, module_facts(funcs, ctx.constants), strict=True):
-            for op, kind in detected_sources(func, facts, ctx.constants):
+        known = ctx.facts.of(module, ctx.constants)
+        for func in functions(module):
+            for op, kind in detected_sources(func, known[func.sym_name.data], ctx.constants):
                 op.attributes[SOURCE] = StringAttr(kind)
                 kinds[kind] += 1
         note = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))

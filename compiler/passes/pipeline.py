@@ -9,7 +9,6 @@ from xdsl.dialects.builtin import ModuleOp
 from xdsl.utils.exceptions import VerifyException
 
 from compiler.analysis.demand import demand_rows, function_demands
-from compiler.analysis.propagation import module_facts
 from compiler.analysis.savings import sparsity_rows
 from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
 from compiler.dialects.text import print_module
@@ -137,13 +136,13 @@ def lower_pipeline(
         MalformedModelError: Components contradict each other or their roles.
     """
     module, ctx = _copy(imported)
-    notes = list(imported.notes)
+    notes, guard = list(imported.notes), SparsityGuard()
     texts: dict[str, str] = {}
     sparsity: dict[str, Any] = {}
     for stage, passes in STAGES.items():
         wanted = [p for p in passes if p.name not in leave_out and (fuse or not _is_fusing(p))]
         chosen = [_configured(p, mask_section, layout_workspace_bytes) for p in wanted]
-        notes.extend(run_passes(module, ctx, chosen, verify=verify))
+        notes.extend(run_passes(module, ctx, chosen, verify=verify, guard=guard))
         _verify(module, stage)
         texts[stage] = print_module(module)
         if stage == "programs":
@@ -172,26 +171,38 @@ def _is_fusing(current: Pass) -> bool:
 
 def _sparsity(module: ModuleOp, ctx: PassContext) -> dict[str, Any]:
     """Return what is proved of each program when its operations still say what they mean."""
-    funcs = functions(module)
-    found = module_facts(funcs, ctx.constants)
+    facts = ctx.facts.of(module, ctx.constants)
     return {
-        func.sym_name.data: {
-            **sparsity_rows(func, facts, ctx.constants),
-            "demanded": demand_rows(func, function_demands(func, facts, ctx.constants)),
+        (name := func.sym_name.data): {
+            **sparsity_rows(func, facts[name], ctx.constants),
+            "demanded": demand_rows(func, function_demands(func, facts[name], ctx.constants)),
         }
-        for func, facts in zip(funcs, found, strict=True)
+        for func in functions(module)
     }
 
 
 def run_passes(
-    module: ModuleOp, ctx: PassContext, passes: Sequence[Pass], *, verify: bool = False
+    module: ModuleOp,
+    ctx: PassContext,
+    passes: Sequence[Pass],
+    *,
+    verify: bool = False,
+    guard: SparsityGuard | None = None,
 ) -> list[str]:
     """Run passes in order on `module`; return one note per pass.
+
+    Args:
+        module: The module, rewritten in place.
+        ctx: What passes may use.
+        passes: What to run.
+        verify: Run the IR verifier after each pass.
+        guard: What checked this module after its passes so far; None for a new one.
 
     Raises:
         SparsityInvariantError: A pass claims zeros that the program before it has not.
     """
-    notes, guard = [], SparsityGuard()
+    notes, guard = [], guard or SparsityGuard()
+    unproved = guard.unproved
     for current in passes:
         old = guard.before(module, ctx)
         result = current.run(module, ctx)
@@ -201,8 +212,8 @@ def run_passes(
         if verify:
             _verify(module, current.name)
         notes.append("; ".join((f"{current.name}: {result.changed}", *result.notes)))
-    if guard.unproved:
-        notes.append(f"sparsity-invariant: {guard.unproved} claims rest on the zero rules alone")
+    if claims := guard.unproved - unproved:
+        notes.append(f"sparsity-invariant: {claims} claims rest on the zero rules alone")
     return notes
 
 

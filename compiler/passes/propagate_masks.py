@@ -19,7 +19,6 @@ from xdsl.ir import SSAValue
 from xdsl.rewriter import Rewriter
 
 from compiler.analysis.masks import Mask
-from compiler.analysis.propagation import module_facts
 from compiler.analysis.savings import is_annotated
 from compiler.dialects.encoding import EncodingAttr, coordinate_bits
 from compiler.dialects.types import dtype_of, encoding_of, shape_of, tensor_type
@@ -36,8 +35,9 @@ class PropagateMasks(Pass):
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Annotate every function; a second run finds the same facts."""
         changed = 0
-        funcs = functions(module)
-        for func, facts in zip(funcs, module_facts(funcs, ctx.constants), strict=True):
+        known = ctx.facts.of(module, ctx.constants)
+        for func in functions(module):
+            facts = known[func.sym_name.data]
             for value in list(facts.masks):
                 mask = facts.proved(value)
                 if mask.is_dense or not is_annotated(value) or not shape_of(value):

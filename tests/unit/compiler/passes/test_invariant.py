@@ -11,7 +11,10 @@ from xdsl.dialects.builtin import ModuleOp, StringAttr
 from xdsl.dialects.func import FuncOp, ReturnOp
 from xdsl.ir import Block, Operation, Region, SSAValue
 
+from compiler.analysis import known_facts
 from compiler.analysis.constants import ConstantTable
+from compiler.analysis.module_state import rebuilt, state_of
+from compiler.analysis.propagation import module_facts
 from compiler.dialects.dims import Dim
 from compiler.dialects.movement import ConcatOp, SliceOp
 from compiler.dialects.sp import BinaryOp, ConstantOp, LinearOp, OnnxOp, UnaryOp
@@ -208,6 +211,67 @@ def test_comparing_must_not_take_any_mask_for_the_old_one(monkeypatch) -> None:
     module, ctx = program()
     monkeypatch.setattr(invariant.Mask, "implies", lambda self, other: True)
     run_passes(module, ctx, [Evil(sum_to_product)])
+
+
+@dataclass(frozen=True)
+class Liar(Evil):
+    """A pass that changes the module and says that it did not."""
+
+    def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
+        Evil.run(self, module, ctx)
+        return PassResult(0)
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A pass that changes nothing."""
+
+    name: ClassVar[str] = "idle"
+
+    def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
+        return PassResult(0)
+
+
+def test_it_looks_for_itself_whether_a_pass_changed_something() -> None:
+    module, ctx = program()
+    with pytest.raises(SparsityInvariantError, match="claims zeros"):
+        run_passes(module, ctx, [Idle(), Liar(sum_to_product)])
+
+
+def test_a_guard_that_stays_sees_what_happens_between_two_runs() -> None:
+    module, ctx = program()
+    guard = SparsityGuard()
+    run_passes(module, ctx, [PropagateMasks()], guard=guard)
+    Evil(relu_to_silu).run(module, ctx)
+    with pytest.raises(SparsityInvariantError, match="declares zeros"):
+        run_passes(module, ctx, [Idle()], guard=guard)
+
+
+def test_an_unchanged_module_is_analysed_once(monkeypatch) -> None:
+    analysed = []
+
+    def facts(*arguments):
+        analysed.append(arguments)
+        return module_facts(*arguments)
+
+    monkeypatch.setattr(known_facts, "module_facts", facts)
+    module, ctx = program()
+    run_passes(module, ctx, [Idle(), Idle(), Idle()])
+    assert len(analysed) == 1
+    run_passes(module, ctx, [Evil(identity), Idle()])
+    assert len(analysed) == 2
+
+
+def test_a_state_brings_back_what_a_function_was() -> None:
+    module, ctx = program()
+    before = str(module)
+    (state,) = state_of(module)
+    Evil(sum_to_product).run(module, ctx)
+    PropagateMasks().run(module, ctx)
+    assert state_of(module) != (state,)
+    func, twins = rebuilt(state)
+    assert str(ModuleOp([func])) == before
+    assert set(twins) == set(state.values())
 
 
 def test_claims_without_evidence_are_counted(monkeypatch) -> None:
