@@ -1,19 +1,25 @@
 """See a picture, answer a question: the greedy loop over a plan, one native call per token.
 
 The loop is the same on a device, in the simulator, in the evaluation and in the benchmark, because
-all of them run this module over something that satisfies `PlanRunner`.
+all of them run this module over something that satisfies `PlanRunner`. What to run next is said by
+a generator (`Dialogue`): `hold` runs one to its end, and who has many runs them side by side.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from compiler.contract.errors import ContractError, LimitExceededError
 from compiler.contract.native_errors import ContextLostError
 from compiler.contract.pipeline import COUNT, PREFILL, SEE, Pipeline, TokenSpec
 
 Buffer = bytes | bytearray | memoryview
+Request = tuple[str, Mapping[str, "Buffer"]]
+"""A program and its inputs by role."""
+Result = TypeVar("Result")
+Dialogue = Generator[Request, Mapping[str, "Buffer"], Result]
+"""Yields what to run, is sent the outputs, and returns its result."""
 STEP: Final = "step"
 FORWARD: Final = "forward"
 
@@ -113,36 +119,56 @@ class Session:
             ContractError: The prompt is empty.
             LimitExceededError: The prompt leaves no room for an answer.
         """
-        if not prompt:
-            raise ContractError("an empty prompt has no answer")
-        room = self._pipeline.max_context - self._seen
-        if len(prompt) > room:
-            raise LimitExceededError(f"prompt of {len(prompt)} tokens, room for {room}")
+        dialogue = answering(self._pipeline, prompt, self._seen)
         self._rewind()
-        token, calls = self._feed(prompt, 0)
-        position = len(prompt)
-        out: list[int] = []
-        while token != self._tokens.eos and len(out) < self._tokens.max_answer_tokens:
-            out.append(token)
-            full = self._seen + position >= self._pipeline.max_context
-            if full or len(out) == self._tokens.max_answer_tokens:
-                break
-            token, made = self._feed((token,), position)
-            calls += made
-            position += 1
-        return Answer(tuple(out), token == self._tokens.eos, calls)
+        return hold(self._runner, dialogue)
 
-    def _feed(self, ids: Sequence[int], offset: int) -> tuple[int, int]:
-        """Feed `ids`, the first at text position `offset`; return the next token and the calls."""
-        most = self._pipeline.max_step_tokens
-        calls = 0
-        outputs: Mapping[str, memoryview] = {}
-        for start in range(0, len(ids), most):
-            chunk = ids[start : start + most]
-            first = self._tokens.position_base + offset + start
-            outputs = self._runner.run(STEP, step_inputs(chunk, first))
-            calls += 1
-        return int.from_bytes(outputs["token"][:4], "little", signed=True), calls
+
+def answering(pipeline: Pipeline, prompt: Sequence[int], seen: int) -> Dialogue[Answer]:
+    """Return the dialogue that answers greedily behind the first `seen` rows of the cache.
+
+    Raises:
+        ContractError: The prompt is empty, or the bundle does not answer in words.
+        LimitExceededError: The prompt leaves no room for an answer.
+    """
+    if pipeline.tokens is None:
+        raise ContractError("this bundle does not answer in words")
+    if not prompt:
+        raise ContractError("an empty prompt has no answer")
+    room = pipeline.max_context - seen
+    if len(prompt) > room:
+        raise LimitExceededError(f"prompt of {len(prompt)} tokens, room for {room}")
+    return _answering(pipeline, pipeline.tokens, prompt, room)
+
+
+def _answering(
+    pipeline: Pipeline, tokens: TokenSpec, prompt: Sequence[int], room: int
+) -> Dialogue[Answer]:
+    token, calls = yield from _feeding(pipeline, tokens, prompt, 0)
+    position = len(prompt)
+    out: list[int] = []
+    while token != tokens.eos and len(out) < tokens.max_answer_tokens:
+        out.append(token)
+        if position >= room or len(out) == tokens.max_answer_tokens:
+            break
+        token, made = yield from _feeding(pipeline, tokens, (token,), position)
+        calls += made
+        position += 1
+    return Answer(tuple(out), token == tokens.eos, calls)
+
+
+def _feeding(
+    pipeline: Pipeline, tokens: TokenSpec, ids: Sequence[int], offset: int
+) -> Dialogue[tuple[int, int]]:
+    """Feed `ids`, the first at text position `offset`; return the next token and the calls."""
+    most = pipeline.max_step_tokens
+    calls = 0
+    outputs: Mapping[str, Buffer] = {}
+    for start in range(0, len(ids), most):
+        chunk = ids[start : start + most]
+        outputs = yield STEP, step_inputs(chunk, tokens.position_base + offset + start)
+        calls += 1
+    return int.from_bytes(outputs["token"][:4], "little", signed=True), calls
 
 
 class Runs(Protocol):
@@ -152,7 +178,23 @@ class Runs(Protocol):
         """Run one program. Inputs and outputs are raw little-endian rows, by role."""
 
 
+def hold(runner: Runs, dialogue: Dialogue[Result]) -> Result:
+    """Run what a dialogue asks for until it ends; return its result."""
+    try:
+        request = next(dialogue)
+        while True:
+            request = dialogue.send(runner.run(*request))
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+
+
 def see(runner: Runs, pipeline: Pipeline, image: Buffer) -> None:
+    """Put the tokens of a picture in the cache; see `seeing`."""
+    hold(runner, seeing(pipeline, image))
+
+
+def seeing(pipeline: Pipeline, image: Buffer) -> Dialogue[None]:
     """Put the tokens of a picture in the cache.
 
     If `see` leaves that to `prefill`, only the rows that it kept go there, each at its position:
@@ -161,7 +203,7 @@ def see(runner: Runs, pipeline: Pipeline, image: Buffer) -> None:
     Raises:
         ContractError: The plan counts more rows than it has, or none.
     """
-    outputs = runner.run(SEE, see_inputs(pipeline, image))
+    outputs = yield SEE, see_inputs(pipeline, image)
     if PREFILL not in pipeline.programs:
         return
     count = int.from_bytes(bytes(outputs[COUNT][:4]), "little", signed=True)
@@ -171,7 +213,7 @@ def see(runner: Runs, pipeline: Pipeline, image: Buffer) -> None:
         raise ContractError(f"a picture of {count} tokens")
     for start in range(0, count, pipeline.max_step_tokens):
         chunk = slice(start, min(count, start + pipeline.max_step_tokens))
-        runner.run(PREFILL, {role: b"".join(items[chunk]) for role, items in rows.items()})
+        yield PREFILL, {role: b"".join(items[chunk]) for role, items in rows.items()}
 
 
 def _rows(data: Buffer, row_bytes: int) -> list[bytes]:

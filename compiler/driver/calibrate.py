@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from compiler.contract.pipeline import SEE, Pipeline, Port, ProgramSpec
-from compiler.contract.session import STEP, Session
+from compiler.contract.session import STEP, answering, seeing
 from compiler.driver.cache import StageCache, cache_key
 from compiler.driver.cards import Card, Question, read_cards
 from compiler.driver.provenance import CALIBRATION, compiler_digest
@@ -19,11 +19,13 @@ from compiler.driver.stages import StageClock
 from compiler.kernels.program import Module
 from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.quant.record import CalibrationRecord, Recorder
-from compiler.simulator import Simulator
+from compiler.simulator.lanes import Lane, LaneSimulator, hold_together
 
 RECORD: Final = "record"
 MAX_CARDS: Final = 20
 QUESTIONS_PER_CARD: Final = 3
+LANES_BYTES: Final = 256 * 1024 * 1024
+"""Bytes that the caches of sessions side by side may take; one card goes alone if need be."""
 Item = TypeVar("Item")
 
 
@@ -90,17 +92,36 @@ def record_cards(
     if not cards or spec.tokens is None or not {SEE, STEP} <= names:
         return None
     recorder = Recorder(module)
-    pipeline = _pipeline(module, spec)
-    assert pipeline.tokens is not None
-    session = Session(Simulator(module, mode="f64", observer=recorder), pipeline)
+    simulator, pipeline = LaneSimulator(module, recorder), _pipeline(module, spec)
     chosen = _evenly(cards, MAX_CARDS)
-    for at, card in enumerate(chosen):
-        session.see(card.image)
-        for question in _evenly(_rotated(card.questions, at), QUESTIONS_PER_CARD):
-            session.answer(pipeline.tokens.prompt(question.prompt, question.words))
+    sessions = 1 + QUESTIONS_PER_CARD
+    at_once = max(1, LANES_BYTES // max(1, simulator.lane_bytes * sessions))
+    for first in range(0, len(chosen), at_once):
+        _record_some(simulator, pipeline, list(enumerate(chosen))[first : first + at_once])
         if progress is not None:
-            progress((at + 1) / len(chosen))
+            progress(min(1.0, (first + at_once) / len(chosen)))
     return recorder.finish()
+
+
+def _record_some(
+    simulator: LaneSimulator, pipeline: Pipeline, cards: Sequence[tuple[int, Card]]
+) -> None:
+    """See some cards side by side, then answer their questions side by side.
+
+    Lanes are numbered as if one session saw card after card and answered question after question.
+    """
+    assert pipeline.tokens is not None
+    seen = [simulator.new_lane(at * (1 + QUESTIONS_PER_CARD)) for at, _ in cards]
+    hold_together(simulator, seen, [seeing(pipeline, card.image) for _, card in cards])
+    lanes: list[Lane] = []
+    dialogues = []
+    for lane, (at, card) in zip(seen, cards, strict=True):
+        asked = _evenly(_rotated(card.questions, at), QUESTIONS_PER_CARD)
+        for turn, question in enumerate(asked, 1):
+            prompt = pipeline.tokens.prompt(question.prompt, question.words)
+            lanes.append(lane.branch(lane.number + turn))
+            dialogues.append(answering(pipeline, prompt, lane.kv_length))
+    hold_together(simulator, lanes, dialogues)
 
 
 def _pipeline(module: Module, spec: PipelineSpec) -> Pipeline:

@@ -293,7 +293,12 @@ class Recorder:
             self._inputs[number].add(x)
 
     def call(
-        self, program: str, call: Call, inputs: Sequence[Array | None], outputs: Sequence[Array]
+        self,
+        program: str,
+        call: Call,
+        inputs: Sequence[Array | None],
+        outputs: Sequence[Array],
+        runs: Array | None = None,
     ) -> None:
         """Note a finished call."""
         route = self._places.get(id(call))
@@ -305,7 +310,7 @@ class Recorder:
         kept.add(
             x.astype(np.float32),
             outputs[route.output].astype(np.uint16),
-            np.full(len(x), self._run, np.int32),
+            np.full(len(x), self._run, np.int64) if runs is None else runs,
             np.full(len(x), program in _PICTURES, np.bool_),
         )
 
@@ -315,18 +320,24 @@ class Recorder:
 
     def finish(self) -> CalibrationRecord:
         """Return what was seen."""
+        kept = [(route, rows.columns()) for _, (route, rows) in sorted(self._routes.items())]
+        numbers = [columns[2] for _, columns in kept]
+        runs = np.unique(np.concatenate(numbers)) if numbers else np.zeros(0, np.int64)
         return CalibrationRecord(
             source_of=self._source_of,
             samples=tuple(inputs.finish() for inputs in self._inputs),
-            routers=tuple(_router_sample(*self._routes[at]) for at in sorted(self._routes)),
+            routers=tuple(_router_sample(*one, runs) for one in kept),
         )
 
 
-def _router_sample(route: _Route, kept: _Thinned) -> RouterSample:
-    inputs, index, run, vision = kept.columns()
+def _router_sample(route: _Route, columns: tuple[Array, ...], runs: Array) -> RouterSample:
+    """Return rows in order of their runs, which are numbered by their places in `runs`."""
+    order = np.argsort(columns[2], kind="stable")
+    inputs, index, run, vision = (column[order] for column in columns)
+    numbers = np.searchsorted(runs, run).astype(np.int32)
     weight, bias = route.weights
     return RouterSample(
-        route.layer, weight, bias, inputs, index, run, vision, by_logits=route.by_logits
+        route.layer, weight, bias, inputs, index, numbers, vision, by_logits=route.by_logits
     )
 
 

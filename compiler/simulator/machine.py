@@ -43,9 +43,23 @@ class Observer(Protocol):
         """Take the real rows (R, K) that W4 weight number `weight` is multiplied with."""
 
     def call(
-        self, program: str, call: Call, inputs: Sequence[Array | None], outputs: Sequence[Array]
+        self,
+        program: str,
+        call: Call,
+        inputs: Sequence[Array | None],
+        outputs: Sequence[Array],
+        runs: Array | None = None,
     ) -> None:
-        """Take operands and results of a finished call."""
+        """Take operands and results of a finished call.
+
+        Args:
+            program: Name of the program that runs.
+            call: What was called.
+            inputs: (rows, cols) arrays, None for operands that are absent.
+            outputs: (rows, cols) arrays.
+            runs: (R,) which run each row belongs to, later runs of a session counted higher; None
+                if all belong to the one that goes on.
+        """
 
     def ran(self) -> None:
         """Take note that a program finished."""
@@ -139,17 +153,7 @@ class Simulator:
             NativeError: As `compiler.contract.native.NativePlan.run`.
         """
         chosen = self._program(program, inputs)
-        arrays = {
-            role: np.frombuffer(
-                memoryview(inputs[role]).cast("B"), _DTYPES[self._buffer(at).dtype]
-            ).reshape(-1, self._buffer(at).cols)
-            for role, at in chosen.inputs.items()
-        }
-        results = self.run_arrays(program, arrays)
-        return {
-            role: memoryview(results[role].astype(_DTYPES[self._buffer(at).dtype]).tobytes())
-            for role, at in chosen.outputs.items()
-        }
+        return self._raw(chosen, self._run(chosen, self._arrays(chosen, inputs)))
 
     def run_arrays(self, program: str, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Run one program on (rows, cols) arrays by role; results in the mode's precision.
@@ -158,22 +162,46 @@ class Simulator:
             NativeError: As `compiler.contract.native.NativePlan.run`.
         """
         chosen = self._program(program, inputs)
-        values: dict[int, Array] = {}
-        tokens = 0
-        for role, at in chosen.inputs.items():
-            tokens = self._check_rows(role, self._buffer(at), inputs[role], tokens)
-            values[at] = self._received(inputs[role])
-        appended = self._appended(chosen, tokens)
-        self._pages.begin(is_scheduled=is_scheduled(chosen.calls))
+        values = self._run(chosen, inputs)
+        return {role: values[at] for role, at in chosen.outputs.items()}
+
+    def _run(self, program: Program, inputs: Mapping[str, Array]) -> dict[int, Array]:
+        values, appended = self._begin(program, inputs)
         with np.errstate(all="ignore"):
-            for at, call in enumerate(chosen.calls):
-                self._execute((program, at), call, values)
-                self._show(program, call, values)
+            for at, call in enumerate(program.calls):
+                self._execute((program.name, at), call, values)
+                if self._observer is not None:
+                    self._show(program.name, call, values, None)
         if self._observer is not None:
             self._observer.ran()
         if self._cache is not None:
             self._cache.length += appended
-        return {role: values[at] for role, at in chosen.outputs.items()}
+        return values
+
+    def _begin(self, program: Program, inputs: Mapping[str, Array]) -> tuple[dict[int, Array], int]:
+        """Return the values that a run starts with, and the cache rows that it appends."""
+        values: dict[int, Array] = {}
+        tokens = 0
+        for role, at in program.inputs.items():
+            tokens = self._check_rows(role, self._buffer(at), inputs[role], tokens)
+            values[at] = self._received(inputs[role])
+        appended = self._appended(program, tokens)
+        self._pages.begin(is_scheduled=is_scheduled(program.calls))
+        return values, appended
+
+    def _arrays(self, program: Program, inputs: Mapping[str, Bytes]) -> dict[str, Array]:
+        return {
+            role: np.frombuffer(
+                memoryview(inputs[role]).cast("B"), _DTYPES[self._buffer(at).dtype]
+            ).reshape(-1, self._buffer(at).cols)
+            for role, at in program.inputs.items()
+        }
+
+    def _raw(self, program: Program, values: Mapping[int, Array]) -> dict[str, memoryview]:
+        return {
+            role: memoryview(values[at].astype(_DTYPES[self._buffer(at).dtype]).tobytes())
+            for role, at in program.outputs.items()
+        }
 
     def _received(self, array: Array) -> Array:
         is_float = np.issubdtype(array.dtype, np.floating)
@@ -214,10 +242,12 @@ class Simulator:
             buffer = self._buffer(at)
             values[at] = result.reshape(-1, buffer.cols)
 
-    def _show(self, program: str, call: Call, values: Mapping[int, Array]) -> None:
-        if self._observer is not None:
-            inputs = [None if at == ABSENT else values[at] for at in call.inputs]
-            self._observer.call(program, call, inputs, [values[at] for at in call.outputs])
+    def _show(
+        self, program: str, call: Call, values: Mapping[int, Array], runs: Array | None
+    ) -> None:
+        assert self._observer is not None
+        inputs = [None if at == ABSENT else values[at] for at in call.inputs]
+        self._observer.call(program, call, inputs, [values[at] for at in call.outputs], runs)
 
     def _program(self, name: str, inputs: Mapping[str, object]) -> Program:
         if name not in self._programs:

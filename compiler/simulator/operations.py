@@ -33,6 +33,9 @@ __all__ = ["OPERATIONS", "Array", "Cache", "Results", "Step"]
 
 Array = NDArray[Any]
 
+WINDOW_ELEMENTS: Final = 1 << 20
+"""Elements of a convolution's windows that are laid out at a time, a row of windows at least."""
+
 
 def _image_u8(s: Step) -> Results:
     pixels = s.source(0).astype(s.numerics.dtype)
@@ -142,18 +145,21 @@ def _conv2d(s: Step) -> Results:
     kh, kw, stride, pad = (s.number(name) for name in ("kh", "kw", "stride", "pad"))
     height, width = s.number("H"), s.number("W")
     x, weight = s.source(0), s.constant(0)
-    depth, channels, images = x.shape[1], len(weight), len(x) // (height * width)
+    depth, images = x.shape[1], len(x) // (height * width)
     frame = np.zeros((images, height + 2 * pad, width + 2 * pad, depth), s.numerics.dtype)
     frame[:, pad : pad + height, pad : pad + width] = x.reshape(images, height, width, depth)
     out_h, out_w = (height + 2 * pad - kh) // stride + 1, (width + 2 * pad - kw) // stride + 1
-    total = np.zeros((images * out_h * out_w, channels), s.numerics.dtype)
     taps = np.ascontiguousarray(weight.T)
-    for ky in range(kh):
-        for kx in range(kw):
-            seen = frame[:, ky : ky + out_h * stride : stride, kx : kx + out_w * stride : stride]
-            seen = seen[:, :out_h, :out_w].reshape(-1, depth)
-            for ci in range(depth):
-                total += seen[:, ci, None] * taps[(ky * kw + kx) * depth + ci]
+    windows = np.lib.stride_tricks.sliding_window_view(frame, (kh, kw), axis=(1, 2))
+    windows = windows[:, ::stride, ::stride].transpose(0, 1, 2, 4, 5, 3)[:, :out_h, :out_w]
+    at_once = max(1, WINDOW_ELEMENTS // max(1, out_w * len(taps)))
+    total = np.concatenate(
+        [
+            s.numerics.running_sum(seen[at : at + at_once].reshape(-1, len(taps)), taps)
+            for seen in windows
+            for at in range(0, out_h, at_once)
+        ]
+    )
     bias = s.maybe_constant(1)
     return (act(s.numerics, s.number("act"), total if bias is None else total + bias),)
 

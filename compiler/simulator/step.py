@@ -1,7 +1,7 @@
 """One call with its operands resolved, and what several operations compute alike."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,13 @@ class Cache:
         if not self.window and self.length + rows > self.keys.shape[1]:
             raise ContextFullError(f"{self.length} rows and {rows} more do not fit")
         self.high = max(self.high, self.length + rows)
+
+    def copy(self) -> "Cache":
+        """Return a cache with the same rows."""
+        used = max(self.length, self.high)
+        keys, values = np.zeros_like(self.keys), np.zeros_like(self.values)
+        keys[:, :used], values[:, :used] = self.keys[:, :used], self.values[:, :used]
+        return replace(self, keys=keys, values=values)
 
     def truncate(self, length: int) -> None:
         """Forget every row from `length` on.
