@@ -188,6 +188,11 @@ class Atom:
 
 
 @lru_cache(maxsize=MOVES_KEPT)
+def _text(atom: Atom) -> str:
+    return repr(atom)
+
+
+@lru_cache(maxsize=MOVES_KEPT)
 def _moved(atom: Atom, step: Step) -> Atom:
     path = shortened((*atom.path, step))
     if isinstance(atom.pattern, Fixed) and is_static(path):
@@ -217,7 +222,7 @@ class Clause:
 
     def rank(self) -> tuple[int, bool, int, str]:
         """Return the order in which clauses are kept: few atoms and assumptions, static first."""
-        text = repr(sorted(map(repr, self.atoms)))
+        text = repr(sorted(map(_text, self.atoms)))
         return (len(self.assumes), self.is_dynamic, len(self.atoms), text)
 
 

@@ -35,16 +35,22 @@ _MODULE_KINDS: Final = {
 _LAYOUTS: Final = {Kind.I8_ROWS: I8, Kind.I16_ROWS: I16}
 
 
-def module_of(sections: Mapping[str, bytes]) -> tuple[Module, dict[int, PackedW4]]:
+def module_of(
+    sections: Mapping[str, bytes], plan: Plan | None = None
+) -> tuple[Module, dict[int, PackedW4]]:
     """Return the module that a bundle's plan stands for, and its packed weights by id.
 
     W4 weights have the values that their codes stand for, not the original ones.
+
+    Args:
+        sections: `plan` and all weights.
+        plan: What section `plan` says, if the caller has read it.
 
     Raises:
         PlanError: The plan is malformed.
         QuantError: A packed weight is malformed.
     """
-    plan = parse_plan(sections["plan"])
+    plan = parse_plan(sections["plan"]) if plan is None else plan
     packed = read_packed(plan, sections)
     weights = tuple(
         Weight(
@@ -69,9 +75,9 @@ def module_of(sections: Mapping[str, bytes]) -> tuple[Module, dict[int, PackedW4
 class BundleSimulator:
     """A `PlanRunner` that gives, byte for byte, what the native plan of the bundle gives."""
 
-    def __init__(self, sections: Mapping[str, bytes]) -> None:
-        """Load plan and weights; see `module_of` for errors."""
-        self._simulator = Simulator(*module_of(sections))
+    def __init__(self, sections: Mapping[str, bytes], plan: Plan | None = None) -> None:
+        """Load plan and weights; see `module_of`."""
+        self._simulator = Simulator(*module_of(sections, plan))
         self._reported: frozenset[str] = frozenset()
 
     @property

@@ -24,7 +24,7 @@ from compiler.simulator.lanes import Lane, LaneSimulator, hold_together
 RECORD: Final = "record"
 MAX_CARDS: Final = 20
 QUESTIONS_PER_CARD: Final = 3
-LANES_BYTES: Final = 256 * 1024 * 1024
+LANES_BYTES: Final = 32 * 1024 * 1024
 """Bytes that the caches of sessions side by side may take; one card goes alone if need be."""
 Item = TypeVar("Item")
 

@@ -103,10 +103,9 @@ def require_sets(directory: Path) -> None:
     image = read_pipeline(directory).image
     if image is None:
         return
-    size = ImageSpec(image.height, image.width, image.channels)
-    read_cards(directory, CALIBRATION, size)
+    read_cards(directory, CALIBRATION, image.size)
     if any((directory / f"{EVALUATION}{suffix}").exists() for suffix in (".json", ".npz")):
-        read_cards(directory, EVALUATION, size)
+        read_cards(directory, EVALUATION, image.size)
 
 
 def _reason(error: ContractError | OSError) -> str:

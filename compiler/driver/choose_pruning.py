@@ -16,9 +16,7 @@ from typing import Final
 
 from compiler.contract.canonical import Json, sha256_hex
 from compiler.contract.native import NativePlan
-from compiler.contract.pipeline import ImageSpec as PictureSize
 from compiler.contract.pipeline import Pipeline
-from compiler.contract.plan import parse_plan
 from compiler.contract.session import see
 from compiler.driver.cache import StageCache
 from compiler.driver.cards import Card, read_cards
@@ -104,13 +102,13 @@ class PrunablePlans:
         """Read a set of cards that fits the submission's pictures; see `read_cards` for errors."""
         image = self._imported.spec.image
         assert image is not None
-        return read_cards(directory, stem, PictureSize(image.height, image.width, image.channels))
+        return read_cards(directory, stem, image.size)
 
     def sections(self, rule: PruneSpec) -> tuple[Pipeline, dict[str, bytes]]:
         """Return pipeline and sections, kernels included, of the plan that prunes by `rule`."""
         module, packed = self._module(rule)
         emitted = emit_plan(_with_rule(module, rule), weights_packed=packed.packed)
-        plan = parse_plan(emitted.plan_bytes)
+        plan = emitted.plan
         found = find_kernels(self._target, plan.ops, self._cache)
         _, kernels = found or make_kernels(self._target, plan.ops, self._cache)
         sections = {**emitted.sections, "plan": emitted.plan_bytes, "kernels": kernels}

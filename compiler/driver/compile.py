@@ -14,15 +14,14 @@ from typing import Any, Final
 
 from compiler.contract.canonical import Json, canonical_bytes, sha256_hex
 from compiler.contract.manifest import ReleaseManifest, Section
-from compiler.contract.pipeline import ImageSpec
-from compiler.contract.plan import Plan, parse_plan
+from compiler.contract.plan import Plan
 from compiler.contract.plan_format import ABI_VERSION
 from compiler.contract.planes import Plane
 from compiler.contract.selftest import SelfTest, parse_selftest
 from compiler.driver.cache import StageCache, cache_key, scratch_directory
 from compiler.driver.explain.document import explain_document
 from compiler.driver.explain.picture import picture
-from compiler.driver.kernel_stage import find_kernels, make_kernels, tool_cache
+from compiler.driver.kernel_stage import KernelBuild, find_kernels, make_kernels, tool_cache
 from compiler.driver.native_check import (
     QEMU,
     Measured,
@@ -78,9 +77,10 @@ def compile_model(submission_dir: Path, options: CompileOptions) -> CompiledBund
     spec = read_pipeline(submission_dir)
     run = _Compilation(submission_dir, options, target, spec)
     run.require_calibration()
-    portable = run.portable()
-    plan = parse_plan(portable.sections["plan"])
-    c_source, kernels = run.kernels(plan)
+    with run.building:
+        portable = run.portable()
+        plan = portable.plan
+        c_source, kernels = run.kernels(plan)
     selftest = run.selftest(portable, plan, kernels)
     sections = {**portable.sections, "kernels": kernels, "selftest": selftest.to_bytes()}
     check = run.check(sections)
@@ -104,6 +104,7 @@ class _Compilation:
         self.cache = StageCache(options.cache_dir, options.cache_limit_bytes)
         self.clock = StageClock(options.progress)
         self.spec = spec
+        self.building = KernelBuild(target, self.cache)
         self.base = base_parts(options.base_sections)
         self.calibration = calibration_digests(directory)
         self.model_files = model_digests(directory, spec)
@@ -124,8 +125,7 @@ class _Compilation:
         if image is not None and len(self.calibration) < CALIBRATION_FILES:
             from compiler.driver.cards import read_cards
 
-            size = ImageSpec(image.height, image.width, image.channels)
-            read_cards(self.directory, CALIBRATION, size)
+            read_cards(self.directory, CALIBRATION, image.size)
 
     def portable(self) -> Portable:
         """Return what is the same for every target, from the cache if it was made before."""
@@ -154,18 +154,21 @@ class _Compilation:
             (self.options.limits, self.options.layout_workspace_bytes),
             self.cache,
             self.clock,
+            self.building.begin,
         )
         self.cache.put(PORTABLE, key, portable.to_parts())
         return portable
 
     def kernels(self, plan: Plan) -> tuple[str, bytes]:
         """Return the C source and the shared library."""
-        found = find_kernels(self.target, plan.ops, self.cache)
+        found = None
+        if not self.building.is_begun:
+            found = find_kernels(self.target, plan.ops, self.cache)
         if found is not None:
             self.clock.skip("kernels")
             return found
         with self.clock.stage("kernels"):
-            return make_kernels(self.target, plan.ops, self.cache)
+            return self.building.finish(plan.ops)
 
     def selftest(self, portable: Portable, plan: Plan, kernels: bytes) -> SelfTest:
         """Return the vectors with the simulator's answers; from the cache if possible."""
@@ -186,6 +189,7 @@ class _Compilation:
             selftest = make_vectors(
                 self.directory,
                 portable.sections,
+                plan,
                 lambda: self._host_kernels(plan, kernels),
                 self.options.selftest_vectors,
                 self.options.selftest_timeout_s,

@@ -6,15 +6,62 @@ when another compiler version renders the same source.
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from compiler.contract.operations import Op
 from compiler.driver.cache import StageCache, cache_key, scratch_directory
 from compiler.driver.provenance import compiler_digest
 from compiler.hardware.targets import Target
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
 STAGE: Final = "kernels"
 TOOLCHAIN: Final = "toolchain"
+
+
+class KernelBuild:
+    """Kernels of a target, built beside what the compiler does until they are needed.
+
+    The C compiler is a process of its own; the thread mostly waits for it. Leaving the block waits
+    for a build that nobody finished: no process outlives the compilation.
+    """
+
+    def __init__(self, target: Target, cache: StageCache) -> None:
+        self._target, self._cache = target, cache
+        self._thread: ThreadPoolExecutor | None = None
+        self._begun: tuple[frozenset[Op], Future[tuple[str, bytes]]] | None = None
+
+    def __enter__(self) -> "KernelBuild":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a build runs or ran."""
+        return self._begun is not None
+
+    def begin(self, ops: frozenset[Op]) -> None:
+        """Start to build the library that offers exactly `ops`, unless the cache has it."""
+        if find_kernels(self._target, ops, self._cache) is None:
+            from concurrent.futures import ThreadPoolExecutor  # what is cached needs no thread
+
+            self._thread = ThreadPoolExecutor(max_workers=1)
+            job = self._thread.submit(make_kernels, self._target, ops, self._cache)
+            self._begun = ops, job
+
+    def finish(self, ops: frozenset[Op]) -> tuple[str, bytes]:
+        """Return C source and library for `ops`, built by now or here.
+
+        Raises:
+            ToolchainError: The C compiler failed.
+        """
+        if self._begun is not None and self._begun[0] == ops:
+            return self._begun[1].result()
+        return make_kernels(self._target, ops, self._cache)
 
 
 def find_kernels(target: Target, ops: Iterable[Op], cache: StageCache) -> tuple[str, bytes] | None:

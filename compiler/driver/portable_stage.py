@@ -8,14 +8,14 @@ compiler's sources. So a version that changes one expert imports again and packs
 another base packs and imports nothing again, and a further target does nothing here at all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha256_hex
 from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
-from compiler.contract.plan import Plan
+from compiler.contract.operations import Op
 from compiler.contract.planes import Plane
 from compiler.driver.activity import activity_facts
 from compiler.driver.base_grids import base_weights, base_widths, kept_codes
@@ -26,8 +26,8 @@ from compiler.driver.lowering import Lowered, lower_submission
 from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
 from compiler.driver.records import UnkeepableError, from_parts, to_parts
-from compiler.driver.routing import Learned, learn_routing
-from compiler.driver.scheduling import schedule_module
+from compiler.driver.routing import learn_routing
+from compiler.driver.scheduling import Scheduled, schedule_module
 from compiler.driver.sections import (
     calibration_rows,
     index_check_rows,
@@ -60,6 +60,7 @@ def make_portable(
     costs: tuple[ImportLimits, int],
     cache: StageCache,
     clock: StageClock,
+    begin_kernels: Callable[[frozenset[Op]], None],
 ) -> Portable:
     """Compile what every target shares.
 
@@ -72,6 +73,7 @@ def make_portable(
         costs: What importing it may cost, and the workspace budget of layouts in bytes.
         cache: Where `lowered`, `record` and `weight` entries are.
         clock: Gets the times.
+        begin_kernels: Told the operations as soon as they are known.
 
     Raises:
         UserModelError: The submission is at fault.
@@ -85,37 +87,42 @@ def make_portable(
             directory, spec, lowered.module, {**model_files, **calibration}, cache, clock
         )
         learned = learn_routing(lowered.module, record, base_widths(lowered.module, base[0]))
+        scheduled = schedule_module(learned.module, record)
+        begin_kernels(scheduled.module.ops)
         packed = pack_module(learned.module, base=old, record=record, pack=packing.pack)
         weight_facts = _weight_report(lowered.module, packed, old, record)
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     with clock.stage("plan"):
-        emitted, sections, plan_facts = _planned(spec, learned, packed, record)
+        emitted, sections, plan_facts = _planned(spec, scheduled, packed, record)
     facts: dict[str, Json] = {**plan_facts, **weight_facts, **learned.facts, **_pass_facts(lowered)}
-    return Portable({**sections, **learned.sections}, emitted.planes, lowered.ir_text, facts)
+    sections |= learned.sections
+    return Portable(sections, emitted.planes, lowered.ir_text, facts, emitted.plan)
 
 
 def _planned(
-    spec: PipelineSpec, learned: Learned, packed: PackedModule, record: CalibrationRecord | None
+    spec: PipelineSpec,
+    scheduled: Scheduled,
+    packed: PackedModule,
+    record: CalibrationRecord | None,
 ) -> tuple[EmittedPlan, dict[str, bytes], dict[str, Json]]:
     """Return what the plan became: its bytes, all sections that belong to it, and its facts."""
-    scheduled = schedule_module(learned.module, record)
     module, checks = learn_checks(scheduled.module, record)
     emitted = emit_plan(module, weights_packed=packed.packed)
-    plan = scheduled.verified(emitted.plan_bytes)
-    pipeline = pipeline_section(spec, plan)
+    scheduled.verify(emitted.plan)
+    pipeline = pipeline_section(spec, emitted.plan)
     sections = {**emitted.sections, **scheduled.sections}
     sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
-    return emitted, sections, _plan_facts(module, plan, emitted, checks) | dict(scheduled.facts)
+    return emitted, sections, _plan_facts(module, emitted, checks) | dict(scheduled.facts)
 
 
 def _plan_facts(
-    module: Module, plan: Plan, emitted: EmittedPlan, checks: Sequence[CheckedCall]
+    module: Module, emitted: EmittedPlan, checks: Sequence[CheckedCall]
 ) -> dict[str, Json]:
     return {
         "checks": [asdict(row) for row in checks],
         "index_checks": index_check_rows(module),
-        "operations": operation_counts(plan),
-        "weight_bytes": weight_kinds(plan),
+        "operations": operation_counts(emitted.plan),
+        "weight_bytes": weight_kinds(emitted.plan),
         "memory": memory_rows(emitted.memory),
     }
 

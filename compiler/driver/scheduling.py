@@ -13,7 +13,7 @@ from compiler.contract.canonical import Json
 from compiler.contract.expert_pages import ROUTED, experts_of
 from compiler.contract.operations import Op
 from compiler.contract.pipeline import PREFILL, SEE
-from compiler.contract.plan import Plan, parse_plan
+from compiler.contract.plan import Plan
 from compiler.contract.schedule import parse_schedule
 from compiler.contract.schedule_order import verify_schedule
 from compiler.emitters.schedule import (
@@ -48,16 +48,14 @@ class Scheduled:
     sections: Mapping[str, bytes]
     facts: Mapping[str, Json]
 
-    def verified(self, plan_bytes: bytes) -> Plan:
-        """Return the plan that was emitted if it does what the section says.
+    def verify(self, plan: Plan) -> None:
+        """Check that the plan that was emitted does what the section says.
 
         Raises:
-            ContractError: It does not, or is no plan: a defect of the emitter.
+            ContractError: It does not: a defect of the emitter.
         """
-        plan = parse_plan(plan_bytes)
         if SCHEDULE in self.sections:
             verify_schedule(plan, parse_schedule(self.sections[SCHEDULE]))
-        return plan
 
 
 def schedule_module(module: Module, record: CalibrationRecord | None) -> Scheduled:

@@ -42,10 +42,7 @@ def pipeline_section(spec: PipelineSpec, plan: Plan) -> Pipeline:
 
 def image_spec(spec: PipelineSpec) -> ImageSpec | None:
     """Return the size of a picture as a device knows it, None if the model sees none."""
-    image = spec.image
-    if image is None:
-        return None
-    return ImageSpec(image.height, image.width, image.channels, image.grid)
+    return spec.image.size if spec.image else None
 
 
 def token_spec(spec: PipelineSpec) -> TokenSpec | None:

@@ -8,6 +8,7 @@ from typing import Final
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object
 from compiler.contract.errors import ContractError
+from compiler.contract.plan import Plan, parse_plan
 from compiler.contract.planes import Plane
 from compiler.driver.options import STAGES, Progress
 
@@ -81,12 +82,14 @@ class Portable:
         sections: `plan`, `pipeline`, and all sections with weights.
         planes: Planes of the sections with weights.
         facts: Rows of the report.
+        plan: What section `plan` says.
     """
 
     sections: dict[str, bytes]
     planes: dict[str, tuple[Plane, ...]]
     ir_text: str
     facts: dict[str, Json]
+    plan: Plan
 
     def to_parts(self) -> dict[str, bytes]:
         """Return the parts of a cache entry."""
@@ -104,12 +107,14 @@ class Portable:
     @classmethod
     def from_parts(cls, parts: Mapping[str, bytes]) -> "Portable":
         """Return what `to_parts` wrote."""
+        sections = {
+            name.removeprefix(_SECTION): data
+            for name, data in parts.items()
+            if name.startswith(_SECTION)
+        }
         return cls(
-            sections={
-                name.removeprefix(_SECTION): data
-                for name, data in parts.items()
-                if name.startswith(_SECTION)
-            },
+            sections=sections,
+            plan=parse_plan(sections["plan"]),
             planes={name: _planes(items) for name, items in parse_object(parts["planes"]).items()},
             ir_text=parts["ir"].decode(),
             facts=parse_object(parts["facts"]),

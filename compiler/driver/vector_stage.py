@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from compiler.contract.pipeline import parse_pipeline
+from compiler.contract.plan import Plan
 from compiler.contract.selftest import SelfTest
 from compiler.driver import scout
 from compiler.driver.bundle_simulator import BundleSimulator
@@ -22,6 +23,7 @@ from compiler.driver.selftest import Hint, make_selftest
 def make_vectors(
     directory: Path,
     sections: Mapping[str, bytes],
+    plan: Plan,
     host_kernels: Callable[[], bytes | None],
     vectors: int,
     timeout_s: float,
@@ -31,6 +33,7 @@ def make_vectors(
     Args:
         directory: The submission, for its calibration set.
         sections: `plan`, `pipeline` and all weights.
+        plan: What section `plan` says.
         host_kernels: Returns kernels for this machine, or None where it can run no target.
         vectors: The fewest vectors.
         timeout_s: Seconds that the scout may take.
@@ -48,7 +51,7 @@ def make_vectors(
         if kernels is not None and experts and cards:
             native = {**sections, "kernels": kernels}
             scouting = beside.submit(find_hints, native, directory, timeout_s)
-        simulator = BundleSimulator(sections)
+        simulator = BundleSimulator(sections, plan)
         hints = scouting.result if scouting is not None else tuple
         return make_selftest(simulator, pipeline, cards, experts, vectors, hints)
 

@@ -77,13 +77,15 @@ class EmittedPlan:
     """What a module became.
 
     Attributes:
-        plan_bytes: The tape with its tables; `compiler.contract.plan.parse_plan` reads it.
+        plan_bytes: The tape with its tables.
+        plan: What `compiler.contract.plan.parse_plan` reads from these bytes.
         sections: Weight-bearing sections by name.
         planes: For each section, ranges that cover it exactly, in order.
         memory: Where the arena's buffers lie, and the bound of its size.
     """
 
     plan_bytes: bytes
+    plan: Plan
     sections: dict[str, bytes]
     planes: dict[str, tuple[Plane, ...]]
     memory: MemoryPlan
@@ -124,8 +126,7 @@ def emit_plan(module: Module, *, weights_packed: Mapping[int, PackedW4]) -> Emit
         planes[name] = tuple(writer.planes)
     memory = plan_memory(module, {number: at.length for number, at in placed.items()})
     plan_bytes = _encode(module, placed, sections, memory)
-    _check(plan_bytes)
-    return EmittedPlan(plan_bytes, sections, planes, memory)
+    return EmittedPlan(plan_bytes, _checked(plan_bytes), sections, planes, memory)
 
 
 def read_packed(plan: Plan, sections: Mapping[str, bytes]) -> dict[int, PackedW4]:
@@ -155,9 +156,9 @@ def read_packed(plan: Plan, sections: Mapping[str, bytes]) -> dict[int, PackedW4
     return found
 
 
-def _check(plan_bytes: bytes) -> None:
+def _checked(plan_bytes: bytes) -> Plan:
     try:
-        parse_plan(plan_bytes)
+        return parse_plan(plan_bytes)
     except PlanError as error:
         raise ProgramError(f"the emitted plan does not verify: {error}") from error
 

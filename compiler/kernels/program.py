@@ -169,6 +169,11 @@ class Module:
     kv: KvCache | None
     max_tokens: int
 
+    @property
+    def ops(self) -> frozenset[Op]:
+        """The operations that the kernels must offer, as `compiler.contract.plan.Plan.ops`."""
+        return frozenset(call.op for program in self.programs for call in program.calls)
+
 
 def weight_shape(weight: Weight) -> WeightShape:
     """Return (rows, cols, kind) of a weight.

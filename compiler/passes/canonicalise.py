@@ -112,17 +112,25 @@ def _leaves(value: SSAValue) -> list[SSAValue]:
 
 
 def _merge_equal(func: FuncOp, ctx: PassContext) -> int:
-    seen: dict[tuple[object, ...], Operation] = {}
+    first: dict[tuple[str, tuple[SSAValue, ...]], Operation] = {}
+    texts: dict[tuple[str, tuple[SSAValue, ...]], dict[str, Operation]] = {}
     merged = 0
     for op in list(body(func).ops):
         if not is_pure(op):
             continue
-        properties = tuple(sorted((key, str(value)) for key, value in op.properties.items()))
-        kinds = tuple(str(result.type) for result in op.results)
-        key = (op.name, properties, tuple(id(operand) for operand in op.operands), kinds)
-        if key in seen:
-            replace(op, list(seen[key].results), ctx.origins)
+        key = (op.name, tuple(op.operands))
+        if key not in first:  # most operations are the only one of their name on their operands
+            first[key] = op
+            continue
+        alike = texts.setdefault(key, {_text(first[key]): first[key]})
+        twin = alike.setdefault(_text(op), op)
+        if twin is not op:
+            replace(op, list(twin.results), ctx.origins)
             merged += 1
-        else:
-            seen[key] = op
     return merged
+
+
+def _text(op: Operation) -> str:
+    """Return what tells an operation from others of its name on the same operands."""
+    properties = sorted((key, str(value)) for key, value in op.properties.items())
+    return repr((properties, [str(result.type) for result in op.results]))

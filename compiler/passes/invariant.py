@@ -87,27 +87,29 @@ class SparsityGuard:
     unproved: int = 0
     _held: ModuleState | None = None
 
-    def before(self, module: ModuleOp, ctx: PassContext) -> Snapshot:
-        """Remember a module."""
-        state = state_of(module)
+    def before(
+        self, module: ModuleOp, ctx: PassContext, state: ModuleState | None = None
+    ) -> Snapshot:
+        """Remember a module; `state` is its state, if the caller has it."""
+        state = state_of(module) if state is None else state
         values = frozenset(value for one in state for value in one.values())
         return Snapshot(state, values, ctx.facts.of(module, ctx.constants, self.logic, state))
 
     def after(
         self, module: ModuleOp, ctx: PassContext, old: Snapshot, name: str, *, exact: bool = True
-    ) -> None:
+    ) -> Snapshot:
         """Refuse what the pass `name` did if it claims zeros that the program before had not.
 
         A pass that says itself that it changes values (`exact` False) is only asked what it
         declares; it has measured its loss. A module that is what the last check accepted, whatever
-        the pass says of itself, is not asked again.
+        the pass says of itself, is not asked again. Returns the module as it is now.
 
         Raises:
             SparsityInvariantError: A claim is not proved, or an execution contradicts it.
         """
         state = state_of(module)
         if state == self._held == old.state:
-            return
+            return old
         known = ctx.facts.of(module, ctx.constants, self.logic, state)
         allowed = Counter(map(_zeros, old.values))
         for func in functions(module):
@@ -123,6 +125,7 @@ class SparsityGuard:
             if claims and exact and "executed" in self.checks:
                 self._execute(func, facts, claims, ctx, old, name)
         self._held = state
+        return self.before(module, ctx, state)
 
     def _execute(
         self,
@@ -193,8 +196,7 @@ def _new_claims(func: FuncOp, facts: Facts, old: Snapshot) -> Iterator[_Claim]:
     gathers = {value: number for number, value in enumerate(known.indices)}
     for after, before in pairs.items():
         mask = facts.proved(after)
-        same_shape = shape_of(after) == shape_of(before)
-        if mask.is_dense or not same_shape or before not in old.values:
+        if mask.is_dense or before not in old.values or shape_of(after) != shape_of(before):
             continue
         renamed = mask.renumbered(
             lambda n: sources.get(facts.sources[n].value, -1 - n),

@@ -203,12 +203,12 @@ def run_passes(
     """
     notes, guard = [], guard or SparsityGuard()
     unproved = guard.unproved
+    old = guard.before(module, ctx)
     for current in passes:
-        old = guard.before(module, ctx)
         result = current.run(module, ctx)
         ctx.origins.settle(module, f"{UNREAD}, {current.name} found")
         exact = not current.changes_values
-        guard.after(module, ctx, old, current.name, exact=exact)
+        old = guard.after(module, ctx, old, current.name, exact=exact)
         if verify:
             _verify(module, current.name)
         notes.append("; ".join((f"{current.name}: {result.changed}", *result.notes)))

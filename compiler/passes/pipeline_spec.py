@@ -6,6 +6,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from compiler.contract.pipeline import ImageSpec as PictureSize
+
 FAMILY_VISION = "vision-embed-decoder"
 FAMILY_GRAPH = "graph"
 QUANTISE_W4 = "w4"
@@ -57,6 +59,11 @@ class ImageSpec:
     divide: float
     subtract: float
     grid: tuple[int, int] | None = None
+
+    @property
+    def size(self) -> PictureSize:
+        """What a device knows of it."""
+        return PictureSize(self.height, self.width, self.channels, self.grid)
 
 
 @dataclass(frozen=True, slots=True)

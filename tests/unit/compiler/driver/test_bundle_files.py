@@ -13,8 +13,11 @@ from compiler.driver.base_grids import kept_codes
 from compiler.driver.bundle_files import read_bundle, read_report, write_bundle
 from compiler.driver.options import CompiledBundle, CompileOptions
 from compiler.driver.stages import Portable, StageClock
+from compiler.emitters.plan import emit_plan
 from compiler.errors import CompilerError
+from compiler.quant.module import pack_module
 from compiler.quant.w4 import PackedW4, pack_w4, quantise_w4
+from tests.factories.modules import small_decoder
 
 SECTIONS = {"plan": b"p" * 10, "weights.shared": b"w" * 64}
 MANIFEST = ReleaseManifest(
@@ -115,11 +118,14 @@ def test_it_counts_codes_that_stayed() -> None:
 
 
 def test_it_stores_and_restores_what_targets_share() -> None:
+    module = small_decoder()
+    emitted = emit_plan(module, weights_packed=pack_module(module).packed)
     portable = Portable(
-        {"plan": b"\x00\xff", "weights.shared": b""},
+        {"plan": emitted.plan_bytes, "weights.shared": b"\x00\xff"},
         {"weights.shared": (Plane("raw", 0, 3), Plane("f32", 3, 4))},
         "module {}",
         {"notes": ["é"], "base": None},
+        emitted.plan,
     )
     assert Portable.from_parts(portable.to_parts()) == portable
 
