@@ -1,6 +1,7 @@
 """Tensor types with named run-time axes: building them and reading them back."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from xdsl.dialects.builtin import (
@@ -18,6 +19,9 @@ from compiler.dialects.dims import Binding, Dim, parse_dim, static
 from compiler.dialects.encoding import EncodingAttr
 
 Tensor = TensorType[Any]
+
+TYPES_KEPT: Final = 4096
+"""Types, which never change, that are remembered with what was asked about them."""
 
 _ELEMENTS: Final[dict[str, Attribute]] = {
     "float32": Float32Type(),
@@ -50,16 +54,24 @@ def tensor_type(
     Raises:
         VerifyException: The encoding does not fit the shape.
     """
-    dims = [d if isinstance(d, Dim) else static(d) for d in shape]
+    dims = tuple(d if isinstance(d, Dim) else static(d) for d in shape)
+    if encoding is None or not encoding.is_sparse:
+        return _plain_type(dtype, dims)
+    encoding = encoding.with_dims([str(d) for d in dims if not d.is_static])
+    encoding.verify_shape(dims)
+    return TensorType(_ELEMENTS[dtype], _sizes(dims), encoding)
+
+
+@lru_cache(maxsize=TYPES_KEPT)
+def _plain_type(dtype: str, dims: tuple[Dim, ...]) -> Tensor:
     names = [str(d) for d in dims if not d.is_static]
-    if encoding is not None and encoding.is_sparse:
-        encoding = encoding.with_dims(names)
-        encoding.verify_shape(dims)
-    else:
-        encoding = EncodingAttr.make(names) if names else None
-    sizes = [d.constant if d.is_static else DYNAMIC_INDEX for d in dims]
-    element = _ELEMENTS[dtype]
-    return TensorType(element, sizes) if encoding is None else TensorType(element, sizes, encoding)
+    if not names:
+        return TensorType(_ELEMENTS[dtype], _sizes(dims))
+    return TensorType(_ELEMENTS[dtype], _sizes(dims), EncodingAttr.make(names))
+
+
+def _sizes(dims: tuple[Dim, ...]) -> list[int]:
+    return [d.constant if d.is_static else DYNAMIC_INDEX for d in dims]
 
 
 def type_of(value: SSAValue) -> Tensor:
@@ -79,6 +91,7 @@ def shape_of(value: SSAValue) -> tuple[Dim, ...]:
     return type_shape(type_of(value))
 
 
+@lru_cache(maxsize=TYPES_KEPT)
 def type_shape(tensor: Tensor) -> tuple[Dim, ...]:
     """Return the sizes of a tensor type, run-time ones as expressions."""
     encoding = tensor.encoding

@@ -112,7 +112,7 @@ def test_it_names_a_missing_file_without_its_folder(tmp_path) -> None:
 
 
 def test_it_checks_both_sets_of_a_model_with_pictures(tmp_path, monkeypatch) -> None:
-    image = SimpleNamespace(height=2, width=3, channels=1)
+    image = SimpleNamespace(size=SPEC)
     monkeypatch.setattr(cards_module, "read_pipeline", lambda _folder: SimpleNamespace(image=image))
     with pytest.raises(MalformedModelError, match="calibration set"):
         require_sets(tmp_path)
