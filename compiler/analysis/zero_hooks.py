@@ -92,6 +92,17 @@ def live_places(array: Array) -> Bits | None:
     return np.asarray(array != 0) if is_usable else None
 
 
+def live_rows(array: Array) -> Bits | None:
+    """Return which rows of a matrix are not all zero, None if it is no matrix of finite numbers."""
+    live = live_places(array)
+    return None if live is None else np.asarray(live.any(axis=1))
+
+
+def live_columns(array: Array) -> Bits | None:
+    """Return which columns are not all zero, None if it is no matrix of finite numbers."""
+    return live_rows(array.T)
+
+
 def source(op: Any, flow: Flow, rule: ZeroRule) -> list[Mask]:
     """A fresh source: zero where the result is, and wherever the operand was."""
     result = op.results[0]
@@ -158,21 +169,29 @@ def softmax(op: Any, flow: Flow, rule: ZeroRule) -> list[Mask]:
     return [_seen(x, op.results[0], flow)]
 
 
+def _live_outputs(op: Any, flow: Flow) -> Bits | None:
+    """Return which outputs have a weight that is not zero on an input that may not be zero."""
+    x, owner = op.operands[0], op.operands[1].owner
+    if not isinstance(owner, ConstantOp):
+        return None
+    is_rows = op.name in ("sp.linear", "sp.conv2d")
+    inputs = flow.mask(x).columns() if op.name != "sp.conv2d" else None
+    if inputs is None:
+        return flow.constants.learn(owner, live_rows if is_rows else live_columns)
+    live = flow.constants.learn(owner, live_places)
+    if live is None:
+        return None
+    return np.asarray(((live if is_rows else live.T) & inputs).any(axis=1))
+
+
 def contraction(op: Any, flow: Flow, rule: ZeroRule) -> list[Mask]:
     """Sums over k: dense, but for outputs whose every product has a static zero factor.
 
     Reads only rows k where M(x) holds; `compiler.analysis.savings` counts that.
     """
-    x, weight = op.operands[0], op.operands[1]
-    owner = weight.owner
-    live = flow.constants.learn(owner, live_places) if isinstance(owner, ConstantOp) else None
-    if live is None:
+    x, columns = op.operands[0], _live_outputs(op, flow)
+    if columns is None:
         return [DENSE]
-    matrix = live if op.name in ("sp.linear", "sp.conv2d") else live.T
-    inputs = flow.mask(x).columns()
-    if op.name != "sp.conv2d" and inputs is not None:
-        matrix = matrix & inputs
-    columns = np.asarray(matrix.any(axis=1))
     mask = of_array(columns).moved(Expand(shape_of(op.results[0])))
     checked = op.name == "sp.linear" and op.storage.data == "w4"
     mask = mask if checked else flow.assume(mask, x)

@@ -4,8 +4,9 @@
     module, cards --record--> what the module computes on them, for scales that are searched
 
 Each arrow is an entry of the cache keyed by the content of what stands left of it and by the
-compiler's sources. So a version that changes one expert imports again and packs that expert alone,
-another base packs and imports nothing again, and a further target does nothing here at all.
+compiler's sources. So a version that changes one expert imports again and searches scales only for
+weights whose numbers or inputs changed, none on the grids of a base; another base lowers nothing
+again, and a further target does nothing here at all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -201,7 +202,10 @@ def lower_cached(
 
 
 class _Packing:
-    """Packs weights and keeps each under the content of its numbers and its grid."""
+    """Packs weights and keeps each whose scales were searched, by its numbers and its sample.
+
+    Rounding to a grid that is kept takes less time than reading an entry.
+    """
 
     def __init__(self, cache: StageCache) -> None:
         self.found = 0
@@ -210,24 +214,24 @@ class _Packing:
     def pack(
         self, array: Floats, grid: Grid | None, sample: InputSample | None = None
     ) -> PackedWeight:
-        """Pack one matrix, or return what packing it gave before."""
-        key = cache_key(WEIGHT, _weight_facts(array, grid, sample))
+        """Pack one matrix, or return what searching its scales gave before."""
+        if grid is not None:
+            return pack_weight(array, grid, sample)
+        key = cache_key(WEIGHT, _weight_facts(array, sample))
         parts = self._cache.get(WEIGHT, key)
         if parts is not None:
             self.found += 1
             return _unpack(parts)
-        packed = pack_weight(array, grid, sample)
+        packed = pack_weight(array, None, sample)
         self._cache.put(WEIGHT, key, _pack(packed))
         return packed
 
 
-def _weight_facts(array: Floats, grid: Grid | None, sample: InputSample | None) -> dict[str, Json]:
+def _weight_facts(array: Floats, sample: InputSample | None) -> dict[str, Json]:
     return {
         "shape": list(array.shape),
         "dtype": array.dtype.str,
         "sha256": sha256_hex(array.tobytes()),
-        "scales": sha256_hex(grid.scales.tobytes()) if grid else "",
-        "rows": sha256_hex(grid.rows.tobytes()) if grid else "",
         "sample": sha256_hex(sample.rows.tobytes() + sample.scales.tobytes()) if sample else "",
         "compiler": compiler_digest(),
     }

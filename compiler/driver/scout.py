@@ -27,7 +27,7 @@ from compiler.driver.selftest import Hint, card_order, feed_steps
 
 ROUTING: Final = "routing"
 MAX_QUESTIONS: Final = 20_000
-HINTS_PER_EXPERT: Final = 4
+HINTS_PER_EXPERT: Final = 2
 _INDEX: Final = struct.Struct("<i")
 
 
