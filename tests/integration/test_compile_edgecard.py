@@ -1,5 +1,6 @@
 """EdgeCard and two exported MoE blocks, from ONNX to native code, with the real C compiler."""
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -13,6 +14,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
+from benchmarks.compile import change_one_expert
 from compiler.contract.manifest import parse_manifest
 from compiler.contract.native import NativePlan
 from compiler.contract.pipeline import parse_pipeline
@@ -30,6 +32,8 @@ from compiler.errors import CompilerError, MalformedModelError, SelfTestError
 from compiler.hardware.targets import find_target
 from tests.factories.bundles import STORE, compiled, submission
 
+MEASURED = ("stages", "native_check", "explained", "picture")
+"""Rows of the report with times in them."""
 TARGETS = ("x86-64-v3", "x86-64-v2", "x86-64-v1")
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -148,6 +152,24 @@ def test_it_makes_the_same_manifest_without_a_cache(folder, tmp_path) -> None:
     assert again.report["native_check"] == {**fresh.report["native_check"], "kept": True}
     leftovers = list((tmp_path / "fresh").rglob("*.partial"))
     assert leftovers == []
+
+
+def test_a_changed_expert_gives_what_a_compilation_without_a_cache_gives(folder, tmp_path) -> None:
+    base = compiled("v1", "x86-64-v3", folder)
+    changed = shutil.copytree(submission("v1", folder), tmp_path / "changed")
+    change_one_expert(changed, 0)
+    options = CompileOptions("x86-64-v3", "edgecard", "v1", base_sections=base.sections)
+    cached = compile_model(changed, dataclasses.replace(options, cache_dir=STORE))
+    fresh = compile_model(changed, dataclasses.replace(options, cache_dir=tmp_path / "fresh"))
+    assert cached.manifest.to_bytes() == fresh.manifest.to_bytes()
+    assert cached.sections == fresh.sections
+    assert cached.ir_text == fresh.ir_text
+    told = [
+        {name: row for name, row in bundle.report.items() if name not in MEASURED}
+        for bundle in (cached, fresh)
+    ]
+    assert told[0] == told[1]
+    assert cached.sections["expert.L0.E3"] != base.sections["expert.L0.E3"]
 
 
 def test_it_compiles_cleanly_after_being_killed_anywhere(folder, tmp_path) -> None:
