@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from compiler.contract.native import ContextFullError
+from compiler.contract.native_errors import ContextFullError
 from compiler.contract.session import Dialogue, hold, step_inputs
 from compiler.quant.record import CalibrationRecord, Recorder
 from compiler.simulator import Simulator
