@@ -367,7 +367,14 @@ class Watch:
     def ran(self) -> None:
         """Not of interest."""
 
-    def call(self, program: str, call: Call, inputs: object, outputs: Sequence[np.ndarray]) -> None:
+    def call(
+        self,
+        program: str,
+        call: Call,
+        inputs: object,
+        outputs: Sequence[np.ndarray],
+        runs: object = None,
+    ) -> None:
         self.finished = self.calls[id(call)] + 1
         for at, array in zip(call.outputs, outputs, strict=True):
             if at not in self.known:
