@@ -223,7 +223,7 @@ class Liar(Evil):
 
 
 @dataclass(frozen=True)
-class Idle:
+class Idle(Pass):
     """A pass that changes nothing."""
 
     name: ClassVar[str] = "idle"
