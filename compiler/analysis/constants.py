@@ -31,7 +31,8 @@ class ConstantTable:
     def add(self, array: Array) -> ConstantOp:
         """Store `array` and return a new operation that yields it."""
         data = np.ascontiguousarray(array).reshape(array.shape)
-        digest = hashlib.sha256(f"{data.dtype.name}{data.shape}".encode() + data.tobytes())
+        digest = hashlib.sha256(f"{data.dtype.name}{data.shape}".encode())
+        digest.update(data.reshape(-1).view(np.uint8).data if data.size else b"")
         key = digest.hexdigest()[:DIGEST_DIGITS]
         if key not in self.arrays:
             data = data.copy() if data.flags.writeable else data

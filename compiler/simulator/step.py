@@ -44,7 +44,7 @@ class Cache:
     def copy(self) -> "Cache":
         """Return a cache with the same rows."""
         used = max(self.length, self.high)
-        keys, values = np.zeros_like(self.keys), np.zeros_like(self.values)
+        keys, values = (np.zeros(old.shape, old.dtype) for old in (self.keys, self.values))
         keys[:, :used], values[:, :used] = self.keys[:, :used], self.values[:, :used]
         return replace(self, keys=keys, values=values)
 
