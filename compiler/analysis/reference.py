@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from xdsl.dialects.builtin import ArrayAttr
 from xdsl.dialects.func import FuncOp, ReturnOp
 from xdsl.ir import Operation, SSAValue
 
@@ -377,9 +378,14 @@ def _trilu(op: Any, run: Execution) -> list[Array]:
 
 def _reduce(function: Callable[..., Array]) -> Meaning:
     def meaning(op: Any, run: Execution) -> list[Array]:
-        axes = op.attrs.data.get("axes")
-        chosen = tuple(int(a) for a in axes.get_values()) if axes is not None else None
-        return [function(run.at(op.arguments[0]), axis=chosen)]
+        axes, keep = op.attrs.data.get("axes"), op.attrs.data.get("keepdims")
+        chosen = None
+        if isinstance(axes, ArrayAttr):  # as the importer writes them
+            chosen = tuple(int(item.value.data) for item in axes.data)
+        elif axes is not None:
+            chosen = tuple(int(a) for a in axes.get_values())
+        keepdims = keep is not None and bool(keep.value.data)
+        return [function(run.at(op.arguments[0]), axis=chosen, keepdims=keepdims)]
 
     return meaning
 

@@ -3,8 +3,8 @@
     GridSample: x (N, C, spatial...), grid (N, out..., axes) in [-1, 1], the last spatial axis first
     RoiAlign:   x (N, C, H, W), regions (R, 4), picture of each (R) -> means (R, C, out...)
 
-Every output of GridSample is a sum of taps, elements of x times weights: one tap (nearest), 2 per
-axis (linear), 4 per axis (cubic, pictures only). A tap outside is a zero, the edge, or a reflection.
+Every output of GridSample is a sum of taps, elements of x times weights: one (nearest), 2 per axis
+(linear), 4 per axis (cubic, pictures only). A tap outside is a zero, the edge, or a reflection.
 """
 
 import itertools
