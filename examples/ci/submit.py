@@ -126,6 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if build["error"]:
             error = build["error"]
             _say(f"error: {build['target']}: {error['message']}\nhint: {error['hint']}")
+    open_ones = sum(build["state"] not in FINAL_STATES for build in builds)
+    if open_ones:
+        _say(f"error: {open_ones} builds have not ended; send the same line again to wait on")
     sys.stdout.write(json.dumps([_short(build) for build in builds], indent=1) + "\n")
     return 0 if all(build["state"] == "ready" for build in builds) else 1
 

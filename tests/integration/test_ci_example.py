@@ -40,6 +40,7 @@ def test_it_submits_a_version_once_however_often_it_is_sent(
         (build,) = json.loads(printed.out)
         assert (build["target"], build["state"]) == ("x86-64-v3", "queued")
         assert "doc-reader 1.4.0: submitted, 1 builds" in printed.err
+        assert "error: 1 builds have not ended" in printed.err
     assert ModelVersion.objects.count() == 1
 
 
