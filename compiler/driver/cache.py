@@ -152,8 +152,10 @@ def write_atomic(path: Path, data: bytes, *, is_durable: bool = True) -> None:
                 os.fsync(file.fileno())
         Path(name).chmod(0o644)
         Path(name).replace(path)
-    except BaseException:
+    except BaseException as error:
         Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError):  # a full disk does not say which
+            error.filename = str(path)
         raise
 
 

@@ -6,6 +6,7 @@ is one `error:` line and, where something helps, `hint:` lines. Each command is 
 """
 
 import argparse
+import errno
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -24,7 +25,20 @@ OUR_FAULT: Final = 3
 INTERRUPTED: Final = 130
 """As a shell reports a process that Ctrl-C ended."""
 EPILOG: Final = (
-    "exit status: 0 done, 1 the submission or bundle is at fault, 2 wrong arguments, 3 our fault"
+    "exit status: 0 done, 1 the submission or bundle is at fault, 2 wrong arguments, "
+    "3 the machine's fault or ours"
+)
+_SYSTEM_HINTS: Final[Mapping[int, str]] = MappingProxyType(
+    {
+        errno.ENOSPC: "free some space, or give --out or --cache another place",
+        errno.EDQUOT: "the quota is used up: free some, or give --out or --cache another place",
+        errno.EROFS: "that place is read-only: give --out or --cache another one",
+        errno.EACCES: "give --out or --cache a place that you may write to",
+        errno.EPERM: "give --out or --cache a place that you may write to",
+        errno.ENOTDIR: "a part of that path is a file: give another path",
+        errno.EISDIR: "that is a directory: name a file in it",
+        errno.EMFILE: "raise the limit of open files, for example `ulimit -n 4096`",
+    }
 )
 _PACKAGE: Final = "compiler.driver.commands"
 COMMANDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
@@ -56,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str]) -> int:
     asked = next((word for word in words if word in COMMANDS), "")
     command = load(asked) if asked else None
-    options = _parser(asked, command).parse_args(words)
+    options, unknown = _parser(asked, command).parse_known_args(words)
+    if unknown:
+        options.usage_of.error(f"unrecognized arguments: {' '.join(unknown)}")
     console = Console(as_json=options.json)
     assert command is not None  # argparse refuses a line without a command
     try:
@@ -70,9 +86,16 @@ def _run(words: Sequence[str]) -> int:
         console.fail(error, error.hint, error.code)
         return _status(error)
     except OSError as error:
-        console.fail(error, "", "build.app.system")
+        console.fail(
+            _system_message(error), _SYSTEM_HINTS.get(error.errno or 0, ""), "build.app.system"
+        )
         return OUR_FAULT
     return OK
+
+
+def _system_message(error: OSError) -> str:
+    text = error.strerror or str(error)
+    return f"{error.filename}: {text}" if error.filename else text
 
 
 def load(name: str) -> Command:
@@ -109,4 +132,5 @@ def _parser(asked: str, command: Command | None) -> argparse.ArgumentParser:
         )
         command.add_arguments(one)
         one.add_argument("--json", action="store_true", help="print one JSON document")
+        one.set_defaults(usage_of=one)
     return parser

@@ -86,7 +86,7 @@ class Console:
         sys.stdout.write(text + "\n" if text else "")
         sys.stdout.flush()
 
-    def fail(self, error: Exception, hint: str, code: str) -> None:
+    def fail(self, error: Exception | str, hint: str, code: str) -> None:
         """Print an error: a line, its hints and, with `--json`, a document."""
         self.clear()
         sys.stderr.write(f"error: {error}\n")

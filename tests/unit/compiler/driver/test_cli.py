@@ -1,5 +1,8 @@
 """The command line: what it prints, where, and how it ends."""
 
+import errno
+import io
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -7,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from compiler.driver import cli
+from compiler.driver import cache, cli
 from compiler.driver.commands import compile_submission
 from compiler.driver.commands.base import Console, size_bytes
 from compiler.errors import MalformedModelError, SelfTestError, ToolchainError
@@ -31,7 +34,6 @@ def test_it_lists_every_target(capsys) -> None:
         (MalformedModelError("bad file", hint="send another"), cli.USER_FAULT),
         (SelfTestError("bits differ"), cli.OUR_FAULT),
         (ToolchainError("no compiler", hint="install it"), cli.OUR_FAULT),
-        (OSError(28, "No space left on device"), cli.OUR_FAULT),
     ],
 )
 def test_it_turns_errors_into_lines_and_a_status(
@@ -187,3 +189,40 @@ def test_it_shows_a_stage_once_where_there_is_no_terminal(capsys) -> None:
     for stage, fraction in (("import", 0.0), ("import", 0.0), ("raise", 0.1), ("raise", 0.15)):
         console.progress(stage, fraction)
     assert capsys.readouterr().err.splitlines() == ["   0% import", "  10% raise", "  15% raise"]
+
+
+@pytest.mark.parametrize(
+    ("number", "way_out"),
+    [(errno.ENOSPC, "free some space"), (errno.EROFS, "read-only"), (errno.EACCES, "may write")],
+)
+def test_it_names_the_file_that_the_machine_would_not_write_and_the_way_out(
+    monkeypatch, capsys, tmp_path, number, way_out
+) -> None:
+    class Full(io.BytesIO):
+        def write(self, _data: object) -> int:
+            raise OSError(number, os.strerror(number))
+
+    def open_full(descriptor: int, _mode: str) -> Full:
+        os.close(descriptor)
+        return Full()
+
+    def keep(*arguments: object) -> None:
+        cache.write_atomic(tmp_path / "o" / "plan", b"bytes")
+
+    monkeypatch.setattr(cache.os, "fdopen", open_full)
+    monkeypatch.setattr(compile_submission, "compile_model", keep)
+    arguments = ["compile", str(tmp_path), "--target", "x86-64-v3", "--out", str(tmp_path / "o")]
+    assert cli.main(arguments) == cli.OUR_FAULT
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error == f"error: {tmp_path / 'o' / 'plan'}: {os.strerror(number)}"
+    assert way_out in hint
+    assert list((tmp_path / "o").iterdir()) == []
+
+
+def test_it_shows_the_usage_of_the_command_that_got_an_unknown_option(capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["compile", "s", "--output", "o"])
+    assert caught.value.code == cli.BAD_ARGUMENTS
+    shown = capsys.readouterr().err
+    assert "usage: python -m compiler compile" in shown
+    assert "unrecognized arguments: --output o" in shown
