@@ -8,16 +8,39 @@ nothing. Heights of dynamic buffers are given by the caller.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 from typing import Final
 
 from compiler.contract.attention_rules import key_operand
 from compiler.contract.operations import Op
+from compiler.contract.reference import geometry_length, unpack_geometry
 from compiler.kernels.program import ABSENT, Call, Module, Program, call_params
 from compiler.quant.record import CalibrationRecord
 
 PRUNING: Final = (Op.PRUNE, Op.PRUNE_TOP_P)
+_MULTIPLY_ADD: Final = 2
+_TERMS: Final[Mapping[Op, tuple[tuple[str, ...], int]]] = MappingProxyType(
+    {
+        Op.REF_CONTRACT: (("sizes", "m", "k", "n"), _MULTIPLY_ADD),
+        Op.REF_REDUCE: (("sizes", "inner"), 1),
+        Op.REF_POOL: (("planes", "out_h", "out_w", "kh", "kw"), 1),
+        Op.REF_RESAMPLE: (("outer", "inner", "m", "taps"), _MULTIPLY_ADD),
+        Op.REF_CONV: (
+            ("batch", "filters", "out_h", "out_w", "channels", "kh", "kw"),
+            _MULTIPLY_ADD,
+        ),
+        Op.REF_CONV_TRANSPOSE: (
+            ("batch", "channels", "height", "width", "filters", "kh", "kw"),
+            _MULTIPLY_ADD,
+        ),
+    }
+)
+"""Fields of the geometry whose product is the number of terms, and operations per term."""
 _COPIES: Final = (
+    Op.REF_MOVE,
+    Op.REF_GATHER,
+    Op.REF_SCATTER,
     Op.EMBED,
     Op.ROWS_CONCAT,
     Op.ROWS_SLICE,
@@ -170,6 +193,17 @@ def _conv(run: _Run, call: Call) -> int:
     return 2 * run.heights[call.outputs[0]] * run.size(call.weights[0]) + run.cells(call)
 
 
+def _terms(run: _Run, call: Call) -> int:
+    """Count a reference operation by its geometry; convolutions read one group's channels."""
+    names, per_term = _TERMS[call.op]
+    total = 0
+    for row in run.module.weights[call.weights[0]].array.reshape(-1, geometry_length(call.op.name)):
+        fields = unpack_geometry(call.op.name, row.tolist())
+        terms = prod(prod(fields[name]) for name in names) // prod(fields.get("groups", [1]))
+        total += per_term * terms
+    return total
+
+
 def _attention(run: _Run, call: Call) -> int:
     if not call.outputs:
         return 0
@@ -221,6 +255,7 @@ def _mixed(run: _Run, call: Call) -> int:
 _RULES: Final[Mapping[Op, Callable[[_Run, Call], int]]] = MappingProxyType(
     {
         **dict.fromkeys(_COPIES, lambda _run, _call: 0),
+        **dict.fromkeys(_TERMS, _terms),
         Op.LINEAR: _linear,
         Op.LINEAR_F32: _linear,
         Op.CONV2D: _conv,

@@ -1,9 +1,11 @@
 """FLOPs of a run, counted by hand; zeros of channels and heads."""
 
 import numpy as np
+import pytest
 
+from compiler.contract.reference import layout_of, pack_geometry
 from compiler.contract.session import step_inputs
-from compiler.kernels.program import Act, ExpertAct, Module, Op, RouteOrder
+from compiler.kernels.program import Act, ExpertAct, Module, Op, Program, RouteOrder
 from compiler.quant.activity import input_activity
 from compiler.quant.flops import RunSize, count_flops, pruned_from
 from compiler.quant.record import Recorder
@@ -91,3 +93,40 @@ def test_it_takes_zero_activations_from_the_record() -> None:
     for row in by_heads:
         assert len(row.heads) == 3
         assert abs(sum(row.heads) - 1) < 1e-9
+
+
+def reference_call(op: Op, fields: dict[str, int | list[int]], cells: int) -> Module:
+    b = ModuleBuilder()
+    geometry = b.weight(np.array([pack_geometry(op.name, fields)], np.int32), "i32")
+    x, y = b.buffer(64, 1), b.buffer(cells, 1)
+    b.call(op, [x], [y], [geometry, b.weight(b.normal(8, 8))])
+    program = Program("run", tuple(b.calls), {"x": x}, {"y": y})
+    return Module((program,), tuple(b.buffers), tuple(b.weights), None, 1)
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "expected"),
+    [
+        (Op.REF_CONTRACT, {"sizes": [3], "m": 2, "k": 5, "n": 7}, 2 * 3 * 2 * 5 * 7),
+        (
+            Op.REF_CONV,
+            {"batch": 2, "channels": 6, "filters": 9, "groups": 3, "kh": 3, "kw": 2, "out_h": 4,
+             "out_w": 5},
+            2 * (2 * 9 * 4 * 5) * (6 // 3 * 3 * 2),
+        ),
+        (
+            Op.REF_CONV_TRANSPOSE,
+            {"batch": 1, "channels": 4, "filters": 6, "groups": 2, "kh": 2, "kw": 2, "height": 3,
+             "width": 5, "out_h": 6, "out_w": 10},
+            2 * (4 * 3 * 5) * (6 // 2 * 2 * 2),
+        ),
+        (Op.REF_REDUCE, {"sizes": [3, 4], "inner": [5]}, 3 * 4 * 5),
+        (Op.REF_POOL, {"planes": 3, "out_h": 4, "out_w": 5, "kh": 2, "kw": 3}, 3 * 4 * 5 * 6),
+        (Op.REF_MOVE, {"sizes": [3, 4]}, 0),
+    ],
+    ids=lambda value: value.name if isinstance(value, Op) else "",
+)  # fmt: skip
+def test_it_counts_reference_operations_by_their_geometry(op, fields, expected) -> None:
+    whole = {name: fields.get(name, [1] if count > 1 else 1) for name, count in layout_of(op.name)}
+    module = reference_call(op, whole, 5)
+    assert count_flops(module, module.programs[0]).counted == expected
