@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import onnx
@@ -85,13 +85,31 @@ def write_submission(
     }
     document = _document(entries, list(model.graph.output), quantise)
     _check_operators(model, source.name)
+    data_files = external_files(source)
+    _check_file_names(data_files, source.name)
     out.mkdir(parents=True, exist_ok=True)
-    for name in external_files(source):
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.parent / name, out / name)
-    shutil.copyfile(source, out / MODEL_FILE)
+    for name in data_files:
+        _copy(source.parent / name, out / name)
+    _copy(source, out / MODEL_FILE)
     (out / FILE_NAME).write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
     return read_pipeline(out)
+
+
+def _check_file_names(data_files: Sequence[str], file: str) -> None:
+    """Refuse a data file that would lie where a file of the submission itself lies."""
+    for name in data_files:
+        if str(PurePosixPath(name)) in {FILE_NAME, MODEL_FILE}:
+            raise MalformedModelError(
+                f"external data of {file} is called {name!r}, as a submission's own file is",
+                hint="save the model again with another name for its data file",
+            )
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file, unless it lies there already: a submission may be made beside its model."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not (target.exists() and target.samefile(source)):
+        shutil.copyfile(source, target)
 
 
 def _check_operators(model: onnx.ModelProto, file: str) -> None:

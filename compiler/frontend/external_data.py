@@ -49,6 +49,19 @@ def load_external_data(
         del tensor.external_data[:]
 
 
+def external_names(model: onnx.ModelProto, directory: Path, file: str) -> tuple[str, ...]:
+    """Return the locations of all external data of `model`, each once, checked like the data.
+
+    Raises:
+        MalformedModelError: As `load_external_data`.
+    """
+    names = []
+    for tensor in _external(model):
+        _place(tensor, directory, file)
+        names += [entry.value for entry in tensor.external_data if entry.key == "location"][-1:]
+    return tuple(dict.fromkeys(names))
+
+
 def _external(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     for tensor in all_tensors(model):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:

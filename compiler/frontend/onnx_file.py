@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx import inliner
 
 from compiler.errors import MalformedModelError
-from compiler.frontend.external_data import load_external_data
+from compiler.frontend.external_data import external_names, load_external_data
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits, exceeded
 from compiler.frontend.model_size import check_size
 
@@ -73,17 +73,12 @@ def opset_of(model: onnx.ModelProto) -> int:
 def external_files(path: Path) -> tuple[str, ...]:
     """Return the names of the data files that an ONNX file refers to, each once.
 
+    They are the files that `read_model` reads beside it, and all lie below its directory.
+
     Raises:
-        MalformedModelError: The file cannot be read.
+        MalformedModelError: The file cannot be read, or a name is missing or leaves the directory.
     """
-    model = _parse(path, DEFAULT_LIMITS)
-    places = [
-        entry.value
-        for tensor in model.graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "location"
-    ]
-    return tuple(dict.fromkeys(places))
+    return external_names(_parse(path, DEFAULT_LIMITS), path.parent, path.name)
 
 
 def _parse(path: Path, limits: ImportLimits) -> onnx.ModelProto:

@@ -117,3 +117,74 @@ def test_it_names_one_operator_with_the_way_out() -> None:
     with pytest.raises(UnsupportedOperatorError, match=r"RandomNormal \(node r\)") as caught:
         require_operators([helper.make_node("RandomNormal", [], ["y"], name="r", shape=[2])])
     assert caught.value.hint == "draw the numbers in the application and feed them as an input"
+
+
+PINNED = {"batch": 2, "x:1": 3}
+
+
+def with_data(tmp_path: Path, location: str, *, is_external: bool = True) -> Path:
+    """Write a model whose bias names `location` as its data, below `tmp_path / "models"`."""
+    (tmp_path / "models").mkdir()
+    bias = helper.make_tensor("bias", onnx.TensorProto.FLOAT, [4], [1.0, 2.0, 3.0, 4.0])
+    bias.external_data.add(key="location", value=location)
+    if is_external:
+        bias.ClearField("float_data")
+        bias.data_location = onnx.TensorProto.EXTERNAL
+    model_file = onnx.load(model(tmp_path))
+    model_file.graph.initializer.append(bias)
+    model_file.graph.node.append(helper.make_node("Add", ["y", "bias"], ["w"]))
+    del model_file.graph.output[1:]
+    model_file.graph.output[0].name = "w"
+    path = tmp_path / "models" / "two.onnx"
+    path.write_bytes(model_file.SerializeToString())
+    return path
+
+
+def test_it_copies_no_file_that_is_no_external_data(tmp_path: Path) -> None:
+    """Nobody reads or checks the location of a tensor whose data is inside the file."""
+    source = with_data(tmp_path, "../secret.bin", is_external=False)
+    (tmp_path / "secret.bin").write_bytes(bytes(16))
+    out = tmp_path / "deep" / "er"
+    write_submission(source, out, PINNED, {"rate": 0.5})
+    assert sorted(path.name for path in out.iterdir()) == ["model.onnx", "pipeline.json"]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["er"]
+
+
+@pytest.mark.parametrize("name", ["pipeline.json", "model.onnx", "./model.onnx"])
+def test_it_refuses_data_in_the_place_of_its_own_files(tmp_path: Path, name: str) -> None:
+    source = with_data(tmp_path, name)
+    (source.parent / name).write_bytes(bytes(16))
+    with pytest.raises(MalformedModelError, match="a submission's own file") as caught:
+        write_submission(source, tmp_path / "s", PINNED, {"rate": 0.5})
+    assert caught.value.hint
+    assert not (tmp_path / "s").exists()
+
+
+def test_it_copies_data_of_subgraphs_too(tmp_path: Path) -> None:
+    source = with_data(tmp_path, "two.data")
+    (source.parent / "two.data").write_bytes(bytes(16))
+    document = onnx.load(source, load_external_data=False)
+    branch = helper.make_graph(
+        [helper.make_node("Identity", ["inner"], ["r"])], "b", [], [onnx.ValueInfoProto(name="r")]
+    )
+    branch.initializer.append(document.graph.initializer[0])
+    branch.initializer[0].name = "inner"
+    branch.initializer[0].external_data[0].value = "folder/inner.data"
+    (source.parent / "folder").mkdir()
+    (source.parent / "folder" / "inner.data").write_bytes(bytes(16))
+    yes = helper.make_tensor("yes", onnx.TensorProto.BOOL, [], [True])
+    document.graph.initializer.append(yes)
+    node = helper.make_node("If", ["yes"], ["chosen"], then_branch=branch, else_branch=branch)
+    document.graph.node.insert(0, node)
+    document.graph.node[-1].input[1] = "chosen"
+    source.write_bytes(document.SerializeToString())
+    write_submission(source, tmp_path / "s", PINNED, {"rate": 0.5})
+    assert (tmp_path / "s" / "folder" / "inner.data").exists()
+    import_pipeline(tmp_path / "s")
+
+
+def test_it_may_lie_beside_its_model(tmp_path: Path) -> None:
+    source = with_data(tmp_path, "two.data")
+    (source.parent / "two.data").write_bytes(bytes(16))
+    write_submission(source, source.parent, PINNED, {"rate": 0.5})
+    import_pipeline(source.parent)
