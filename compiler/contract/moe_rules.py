@@ -27,6 +27,10 @@ def route(c: Operands) -> None:
     x, index, gate, weight, k = c.source(0), c.result(0), c.result(1), c.weight(0), c.number("k")
     same_rows(x, index, "ROUTE")
     same(index, gate, "ROUTE")
+    if len(c.outputs) > 2:
+        entropy = c.result(2)
+        same_rows(x, entropy, "ROUTE entropy")
+        need(entropy.cols == 1, "ROUTE entropy is one column")
     need(
         weight.cols == x.cols and index.cols == k,
         "ROUTE: weight columns or result columns do not fit",

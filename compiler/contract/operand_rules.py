@@ -279,7 +279,7 @@ def _moe_layer(c: Operands) -> None:
     x, y, index, gate = c.source(0), c.result(0), c.result(1), c.result(2)
     inner = (
         (Op.NORM, (x,), (x,), c.weights[:2], ("kind", "eps")),
-        (Op.ROUTE, (x,), (index, gate), c.weights[2:4], ("k", "order")),
+        (Op.ROUTE, (x,), (index, gate, *c.outputs[3:]), c.weights[2:4], ("k", "order")),
         (Op.EXPERTS, (x, index, gate), (y,), c.weights[4:], ("act",)),
     )
     for op, inputs, outputs, weights, names in inner:
@@ -318,7 +318,9 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
         Op.DIV: _BINARY,
         Op.UNARY: Rule(("f32",), ("f32",), _map),
         Op.SOFTMAX: Rule(("f32",), ("f32",), _map),
-        Op.ROUTE: Rule(("f32",), ("i32", "f32"), moe_rules.route, ("router", "f32?", "f32?")),
+        Op.ROUTE: Rule(
+            ("f32",), ("i32", "f32", "f32?"), moe_rules.route, ("router", "f32?", "f32?")
+        ),
         Op.EXPERTS: Rule(
             ("f32", "i32", "f32"),
             ("f32",),
@@ -336,7 +338,7 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
         ),
         Op.MOE_LAYER: Rule(
             ("f32",),
-            ("f32", "i32", "f32"),
+            ("f32", "i32", "f32", "f32?"),
             _moe_layer,
             ("f32", "f32?", "router", "f32?", "w4", "w4"),
             more_weights=2 * MAX_EXPERTS - 2,

@@ -80,11 +80,13 @@ class Op(IntEnum):
     """x (R, C) -> (R, C) along the row."""
     ROUTE = 19
     """x (R, D); weight (E, D) of f32 or codes, [bias f32 (E), already times lambda],
-    [correction f32 (E)] -> i32 (R, k), f32 (R, k). Expert index and gate, best first, ties to the
-    lower index. order = RouteOrder. The sigmoid orders choose by `sigmoid(logit) + correction` and
-    mix by `sigmoid(logit)`. groups > 0 splits the experts evenly; only the top_groups groups whose
-    group_take best scores have the greatest sum may be chosen from. Gates are multiplied by scale
-    (0 = not). jitter is the sparse mixer's threshold."""
+    [correction f32 (E)] -> i32 (R, k), f32 (R, k), [entropy f32 (R, 1)]. Expert index and gate,
+    best first, ties to the lower index. order = RouteOrder. The sigmoid orders choose by
+    `sigmoid(logit) + correction` and mix by `sigmoid(logit)`. groups > 0 splits the experts evenly;
+    only the top_groups groups whose group_take best scores have the greatest sum may be chosen
+    from. Gates are multiplied by scale (0 = not). jitter is the sparse mixer's threshold. The
+    entropy is that of the softmax over all logits, nats, not negative: with t = e^(l - top),
+    `top + ln(sum t) - sum(t * l) / sum t`."""
     EXPERTS = 20
     """x (R, D), index i32 (R, k), gate f32 (R, k); weights w4 w_in, w_out per expert -> (R, D).
     Weights stand in expert order; with biases = 1 each pair is followed by f32 b_in, b_out.
@@ -114,8 +116,9 @@ class Op(IntEnum):
     A sum of scores that is negative, infinite or NaN is a run-time error."""
     MOE_LAYER = 27
     """x (R, D); gamma f32 (D), [beta f32 (D)], router (E, D) of f32 or of codes, [bias f32 (E)],
-    w_in, w_out w4 per expert -> y (R, D), index i32 (R, k), gate f32 (R, k): h = NORM(x),
-    index, gate = ROUTE(h), y = EXPERTS(h, index, gate), plus x if residual."""
+    w_in, w_out w4 per expert -> y (R, D), index i32 (R, k), gate f32 (R, k),
+    [entropy f32 (R, 1)]: h = NORM(x), index, gate, entropy = ROUTE(h),
+    y = EXPERTS(h, index, gate), plus x if residual."""
     EXPERT_PREFETCH = 28
     """No operands; the weights of some experts of a later call, complete and in its order: they are
     likely to be needed, and may be brought nearer. Computes nothing and waits for nothing. Without

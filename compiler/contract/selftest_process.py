@@ -23,7 +23,10 @@ PASSED: Final = 0
 FAILED: Final = 1
 BROKEN: Final = 2
 NOT_WEIGHTS: Final = frozenset(
-    ("plan", "kernels", "pipeline", "selftest", "router_stats", "expert_groups", "schedule")
+    (
+        *("plan", "kernels", "pipeline", "selftest"),
+        *("router_stats", "expert_groups", "schedule", "bands"),
+    )
 )
 
 

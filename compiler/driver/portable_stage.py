@@ -19,6 +19,7 @@ from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
 from compiler.contract.operations import Op
 from compiler.contract.planes import Plane
 from compiler.driver.activity import activity_facts
+from compiler.driver.bands import Banded, band_module
 from compiler.driver.base_grids import base_weights, base_widths, kept_codes
 from compiler.driver.cache import StageCache, cache_key
 from compiler.driver.calibrate import record_cached
@@ -28,7 +29,7 @@ from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
 from compiler.driver.records import UnkeepableError, from_parts, to_parts
 from compiler.driver.routing import learn_routing
-from compiler.driver.scheduling import Scheduled, schedule_module
+from compiler.driver.scheduling import schedule_module
 from compiler.driver.sections import (
     calibration_rows,
     index_check_rows,
@@ -88,32 +89,32 @@ def make_portable(
             directory, spec, lowered.module, {**model_files, **calibration}, cache, clock
         )
         learned = learn_routing(lowered.module, record, base_widths(lowered.module, base[0]))
-        scheduled = schedule_module(learned.module, record)
-        begin_kernels(scheduled.module.ops)
+        begin_kernels(schedule_module(learned.module, record).module.ops)
         packed = pack_module(learned.module, base=old, record=record, pack=packing.pack)
         weight_facts = _weight_report(lowered.module, packed, old, record)
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     with clock.stage("plan"):
-        emitted, sections, plan_facts = _planned(spec, scheduled, packed, record)
-    facts: dict[str, Json] = {**plan_facts, **weight_facts, **learned.facts, **_pass_facts(lowered)}
+        banded = band_module(directory, spec, learned.module, packed.packed, record, cache)
+        emitted, sections, plan_facts = _planned(spec, banded, packed, record)
+    facts = plan_facts | weight_facts | dict(learned.facts) | _pass_facts(lowered, banded)
     sections |= learned.sections
     return Portable(sections, emitted.planes, lowered.ir_text, facts, emitted.plan)
 
 
 def _planned(
-    spec: PipelineSpec,
-    scheduled: Scheduled,
-    packed: PackedModule,
-    record: CalibrationRecord | None,
+    spec: PipelineSpec, banded: Banded, packed: PackedModule, record: CalibrationRecord | None
 ) -> tuple[EmittedPlan, dict[str, bytes], dict[str, Json]]:
     """Return what the plan became: its bytes, all sections that belong to it, and its facts."""
+    scheduled = schedule_module(banded.module, record, banded.likely)
     module, checks = learn_checks(scheduled.module, record)
     emitted = emit_plan(module, weights_packed=packed.packed)
     scheduled.verify(emitted.plan)
+    banded.verify(emitted.plan)
     pipeline = pipeline_section(spec, emitted.plan)
-    sections = {**emitted.sections, **scheduled.sections}
+    sections = {**emitted.sections, **scheduled.sections, **banded.sections}
     sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
-    return emitted, sections, _plan_facts(module, emitted, checks) | dict(scheduled.facts)
+    facts = {**_plan_facts(module, emitted, checks), **scheduled.facts, **banded.facts}
+    return emitted, sections, facts
 
 
 def _plan_facts(
@@ -156,12 +157,12 @@ def _base_facts(packed: PackedModule, old: Mapping[int, PackedW4]) -> Json:
     }
 
 
-def _pass_facts(lowered: Lowered) -> dict[str, Json]:
+def _pass_facts(lowered: Lowered, banded: Banded) -> dict[str, Json]:
     """Return what the passes say about the model, whatever the target."""
     return {
         "notes": list(lowered.notes),
         "sparsity": parse_object(lowered.sparsity.encode()),
-        ORIGINS: origin_facts(lowered.provenance),
+        ORIGINS: banded.with_sources(origin_facts(lowered.provenance)),
         **parse_object(lowered.layouts.encode()),
     }
 

@@ -58,9 +58,17 @@ class Scheduled:
             verify_schedule(plan, parse_schedule(self.sections[SCHEDULE]))
 
 
-def schedule_module(module: Module, record: CalibrationRecord | None) -> Scheduled:
-    """Return the module with load steps, and with prefetches of what calibration found likely."""
-    likely = _likely(module, record)
+def schedule_module(
+    module: Module, record: CalibrationRecord | None, likely: Mapping[str, Likely] | None = None
+) -> Scheduled:
+    """Return the module with load steps, and with prefetches of what calibration found likely.
+
+    Args:
+        module: A lowered module, its variants for entropy bands included.
+        record: What calibration saw.
+        likely: Experts of programs for which more is known than what all rows of their kind chose.
+    """
+    likely = {**_likely(module, record), **(likely or {})}
     ops = schedule_ops(module, likely)
     if not ops:
         return Scheduled(module, {}, {"schedule": None})

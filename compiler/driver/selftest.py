@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from compiler.contract.bands import PREFIX
 from compiler.contract.pipeline import FAMILY_GRAPH, Pipeline, TokenSpec
 from compiler.contract.selftest import SelfTest, SelfTestRun, SelfTestVector, output_digests
 from compiler.contract.session import (
@@ -137,6 +138,9 @@ def make_selftest(
             kept.append(vector)
             missing -= touched
             reached |= touched
+    for name, record in _variant_candidates(pipeline, cards):
+        record(recorder)
+        kept.append(recorder.take(name))
     runner.kv_length = 0
     if missing:
         raise SelfTestError(
@@ -184,17 +188,25 @@ def _hinted_candidates(
         yield _card_candidate(pipeline, cards, best.card, best.question)
 
 
+def _variant_candidates(pipeline: Pipeline, cards: Sequence[Card]) -> Iterator[Candidate]:
+    """Yield a question for every variant of `step`, so that each one's bits are compared."""
+    variants = sorted(name for name in pipeline.programs if name.startswith(PREFIX))
+    for variant, (card, question) in zip(variants, card_order(cards), strict=False):
+        yield _card_candidate(pipeline, cards, card, question, variant)
+
+
 def _card_candidate(
-    pipeline: Pipeline, cards: Sequence[Card], card: int, question: int
+    pipeline: Pipeline, cards: Sequence[Card], card: int, question: int, program: str = STEP
 ) -> Candidate:
     item = cards[card].questions[question]
     prompt = _words_of(pipeline).prompt(item.prompt, item.words)
 
     def record(recorder: _Recorder) -> None:
         recorder.see(pipeline, cards[card].image)
-        _record_steps(recorder, pipeline, prompt)
+        _record_steps(recorder, pipeline, prompt, program)
 
-    return f"card {card} question {question} ({item.kind})", record
+    variant = "" if program == STEP else f" by {program}"
+    return f"card {card} question {question} ({item.kind}){variant}", record
 
 
 def _prompt_record(pipeline: Pipeline, prompt: Sequence[int]) -> _Record:
@@ -205,21 +217,26 @@ def _prompt_record(pipeline: Pipeline, prompt: Sequence[int]) -> _Record:
     return record
 
 
-def _record_steps(recorder: _Recorder, pipeline: Pipeline, prompt: Sequence[int]) -> None:
+def _record_steps(
+    recorder: _Recorder, pipeline: Pipeline, prompt: Sequence[int], program: str = STEP
+) -> None:
     """Feed the prompt, then the answer's first tokens, as a device would."""
-    for _ in feed_steps(recorder, pipeline, prompt):
+    for _ in feed_steps(recorder, pipeline, prompt, program):
         pass
 
 
 def feed_steps(
-    runner: Runs, pipeline: Pipeline, prompt: Sequence[int]
+    runner: Runs, pipeline: Pipeline, prompt: Sequence[int], program: str = STEP
 ) -> Iterator[Mapping[str, Buffer]]:
-    """Feed a prompt and the first tokens of the answer; yield the outputs of each step."""
+    """Feed a prompt and the first tokens of the answer; yield the outputs of each step.
+
+    `program` is `step` or a variant of it.
+    """
     tokens = _words_of(pipeline)
     feed: Sequence[int] = prompt[: pipeline.max_step_tokens]
     position = tokens.position_base
     for _ in range(STEPS_PER_VECTOR):
-        outputs = runner.run(STEP, step_inputs(feed, position))
+        outputs = runner.run(program, step_inputs(feed, position))
         token = int.from_bytes(bytes(outputs["token"][:4]), "little", signed=True)
         position += len(feed)
         feed = (token,)

@@ -208,11 +208,16 @@ def _chosen(s: _Scene, experts: int) -> Known:
 
 
 def _route(s: _Scene) -> Results:
-    return [_chosen(s, s.weight_rows(0)), Known(FULL)]
+    return [_chosen(s, s.weight_rows(0)), *_others(s, 1)]
 
 
 def _moe_layer(s: _Scene) -> Results:
-    return [Known(FULL), _chosen(s, s.weight_rows(2)), Known(FULL)]
+    return [Known(FULL), _chosen(s, s.weight_rows(2)), *_others(s, 2)]
+
+
+def _others(s: _Scene, before: int) -> Results:
+    """The results behind the first `before`: no indices."""
+    return [Known(FULL) for _ in s.call.outputs[before:]]
 
 
 def _argmax(s: _Scene) -> Results:

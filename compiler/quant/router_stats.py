@@ -56,23 +56,44 @@ def router_stats(
     )
 
 
-def likely_experts(record: CalibrationRecord, *, vision: bool) -> dict[int, tuple[int, ...]]:
+def likely_experts(
+    record: CalibrationRecord, *, vision: bool, runs: frozenset[int] | None = None
+) -> dict[int, tuple[int, ...]]:
     """Return, by layer, the fewest experts that held `LIKELY_COVER` of the choices, ascending.
 
     Args:
         record: What calibration saw.
         vision: Of rows of programs that see a picture, or of the others. A layer that no such row
             went through is left out.
+        runs: Only of these program runs.
     """
     found = {}
     for router in record.routers:
-        counts = np.bincount(router.index[router.vision == vision].ravel())
+        taken = router.vision == vision
+        if runs is not None:
+            taken &= np.isin(router.run, sorted(runs))
+        counts = np.bincount(router.index[taken].ravel())
         if counts.sum():
             order = np.argsort(-counts, kind="stable")
             cover = np.cumsum(counts[order]) / counts.sum()
             most = int(np.searchsorted(cover, LIKELY_COVER)) + 1
             found[router.layer] = tuple(sorted(int(expert) for expert in order[:most]))
     return found
+
+
+def step_entropies(module: Module, record: CalibrationRecord) -> dict[int, float]:
+    """Return, by number of a run without a picture, its entropy: of the last row, mean over layers.
+
+    Nats. Rows that the record thinned out count as if they had not been there.
+    """
+    values: dict[int, list[float]] = {}
+    for router in record.routers:
+        entropy = _entropy(module, router)
+        text = np.flatnonzero(~router.vision)
+        last = {int(router.run[at]): at for at in text.tolist()}
+        for run, at in last.items():
+            values.setdefault(run, []).append(float(entropy[at]))
+    return {run: sum(found) / len(found) for run, found in values.items()}
 
 
 def _entropy(module: Module, router: RouterSample) -> Numbers:

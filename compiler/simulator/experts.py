@@ -27,14 +27,15 @@ _erf: Final = np.frompyfunc(math.erf, 1, 1)
 
 
 def route(s: Step) -> Results:
-    """Choose k experts per row and their gates."""
+    """Choose k experts per row and their gates; measure the entropy if a result takes it."""
     k, order, bias = s.number("k"), s.number("order"), s.maybe_constant(1)
     logits = s.numerics.dot_rows(s.source(0), s.constant(0))
     if bias is not None:
         logits = logits + bias
+    measured = (_entropy(s, logits),) if len(s.sizes) > 2 else ()
     if order == RouteOrder.SPARSEMIXER:
         index, gate = _mixer(s, logits, k)
-        return index, _scaled(s, gate)
+        return index, _scaled(s, gate), *measured
     scores = choice = _scores(s, logits, order)
     if order in SIGMOID_ORDERS:
         correction = s.maybe_constant(2)
@@ -46,7 +47,16 @@ def route(s: Step) -> Results:
         gate = s.numerics.exp(gate - gate[:, :1])
     if order not in _UNSUMMED:
         gate = gate / _in_order(s, gate)[:, None]
-    return index.astype(np.int32), _scaled(s, gate)
+    return index.astype(np.int32), _scaled(s, gate), *measured
+
+
+def _entropy(s: Step, logits: Array) -> Array:
+    """Return entropies (R, 1) of the softmax over all logits, nats."""
+    terms, total = softmax_terms(s, logits)
+    mean = s.numerics.total(terms * logits)[:, None] / total
+    top = logits.max(axis=1, keepdims=True)
+    entropy = (top + s.numerics.log(total)) - mean
+    return np.asarray(np.where(entropy > 0, entropy, s.numerics.dtype(0)))
 
 
 def _scores(s: Step, logits: Array, order: int) -> Array:

@@ -90,7 +90,9 @@ def _normed(s: Step) -> Array:
 def _moe_layer(s: Step) -> Results:
     (h,) = _norm(replace(s, weights=s.weights[:2]))
     routed = complete_params(Op.ROUTE, {name: s.params[name] for name in ("k", "order")})
-    index, gate = moe.route(replace(s, inputs=(h,), weights=s.weights[2:4], params=routed))
+    index, gate, *entropy = moe.route(
+        replace(s, inputs=(h,), weights=s.weights[2:4], params=routed, sizes=s.sizes[1:])
+    )
     mixed = replace(
         s,
         inputs=(h, index, gate),
@@ -99,7 +101,7 @@ def _moe_layer(s: Step) -> Results:
         params=complete_params(Op.EXPERTS, {"act": s.params["act"]}),
     )
     (y,) = moe.experts(mixed)
-    return (s.source(0) + y if s.number("residual") else y), index, gate
+    return (s.source(0) + y if s.number("residual") else y), index, gate, *entropy
 
 
 def _norm(s: Step) -> Results:

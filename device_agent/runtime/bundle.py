@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from compiler.contract.bands import parse_bands, verify_bands
 from compiler.contract.errors import ContractError
 from compiler.contract.manifest import ReleaseManifest, parse_manifest
 from compiler.contract.native import NativePlan
@@ -26,6 +27,7 @@ KERNELS: Final = "kernels"
 PIPELINE: Final = "pipeline"
 SELF_TEST: Final = "selftest"
 SCHEDULE: Final = "schedule"
+BANDS: Final = "bands"
 NOT_WEIGHTS: Final = frozenset((PLAN, KERNELS, PIPELINE, SELF_TEST))
 
 
@@ -96,8 +98,10 @@ def load_bundle(store: ObjectStore, pointer: Pointer) -> LoadedBundle:
 
 
 def _start(views: Mapping[str, memoryview]) -> ClosableRunner:
+    plan = parse_plan(bytes(views[PLAN]))
     if SCHEDULE in views:
-        schedule = parse_schedule(bytes(views[SCHEDULE]))
-        verify_schedule(parse_plan(bytes(views[PLAN])), schedule)
+        verify_schedule(plan, parse_schedule(bytes(views[SCHEDULE])))
+    if BANDS in views:
+        verify_bands(plan, parse_bands(bytes(views[BANDS])))
     weights = {name: view for name, view in views.items() if name not in NOT_WEIGHTS}
     return NativePlan(bytes(views[KERNELS]), bytes(views[PLAN]), weights)

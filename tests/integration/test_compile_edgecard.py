@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +16,18 @@ import onnxruntime
 import pytest
 
 from benchmarks.compile import change_one_expert
+from compiler.contract.bands import STEP, BandedRunner, Bands, parse_bands, verify_bands
 from compiler.contract.manifest import parse_manifest
 from compiler.contract.native import NativePlan
 from compiler.contract.pipeline import parse_pipeline
 from compiler.contract.selftest import parse_selftest, run_selftest
+from compiler.driver.band_trial import try_bands
 from compiler.driver.base_grids import base_weights
 from compiler.driver.bundle_files import read_bundle
 from compiler.driver.bundle_simulator import BundleSimulator, module_of
 from compiler.driver.cards import read_cards
 from compiler.driver.compile import compile_model
-from compiler.driver.evaluate import answer_cards, evaluate_bundle
+from compiler.driver.evaluate import answer_cards, evaluate_bundle, score
 from compiler.driver.native_check import runs_here
 from compiler.driver.options import STAGES, CompiledBundle, CompileOptions
 from compiler.emitters.c import render_kernels
@@ -111,6 +114,56 @@ def test_it_keeps_the_accuracy_of_the_f32_model(folder) -> None:
     )
     assert simulated == few
     assert few.cards == 1
+
+
+def test_its_entropy_bands_cost_no_accuracy(folder) -> None:
+    """Variants run where calibration allows them; the evaluation set, unseen by it, agrees."""
+    bundle = compiled("v1", here("x86-64-v3"), folder)
+    bands = parse_bands(bundle.sections["bands"])
+    assert 3 <= len(bands.bands) <= 5
+    assert sum(band.share for band in bands.bands) >= 950
+    assert bands.programs
+    assert {band.reason for band in bands.bands if band.program == STEP} != set()
+    selftest = parse_selftest(bundle.sections["selftest"])
+    assert {run.program for v in selftest.vectors for run in v.runs} >= {STEP, *bands.programs}
+    cards = evaluation("v1", bundle, folder)
+    pipeline = parse_pipeline(bundle.sections["pipeline"])
+    with native(bundle) as plan:
+        verify_bands(plan.plan, bands)
+        before = score(answer_cards(plan, pipeline, cards)).accuracy
+        runner = BandedRunner(plan, bands)
+        after = score(answer_cards(runner, pipeline, cards)).accuracy
+        alone = [
+            score(answer_cards(BandedRunner(plan, only(bands, at)), pipeline, cards)).accuracy
+            for at in range(len(bands.bands))
+        ]
+    assert after >= before - bands.max_loss / 1e6
+    assert min(alone) >= before - bands.max_loss / 1e6
+    assert after > REFERENCE["v1"]["greedy"]["accuracy"] - 0.01
+    taken = sum(runner.ran[name] for name in bands.programs)
+    assert taken > 0.2 * sum(runner.ran.values())
+    simulated = BandedRunner(BundleSimulator(bundle.sections), bands)
+    with native(bundle) as plan:
+        few = answer_cards(BandedRunner(plan, bands), pipeline, cards[:1])
+    assert answer_cards(simulated, pipeline, cards[:1]) == few
+    assert sum(simulated.ran.get(name, 0) for name in bands.programs) > 0
+
+
+def test_native_code_and_simulator_choose_the_same_bands(folder) -> None:
+    """Where a compiler can run no native code, the simulator measures: the same trial."""
+    bundle = compiled("v1", here("x86-64-v3"), folder)
+    pipeline = parse_pipeline(bundle.sections["pipeline"])
+    cards = read_cards(submission("v1", folder), "calibration", pipeline.image)[:2]
+    few = [replace(card, questions=card.questions[:4]) for card in cards]
+    with native(bundle) as plan:
+        expected = try_bands(plan, pipeline, few, 2)
+    assert try_bands(BundleSimulator(bundle.sections), pipeline, few, 2) == expected
+
+
+def only(bands: Bands, at: int) -> Bands:
+    """Return the bands with the variant of one of them."""
+    rows = (band if n == at else replace(band, program=STEP) for n, band in enumerate(bands.bands))
+    return replace(bands, bands=tuple(rows))
 
 
 def test_it_keeps_most_codes_of_the_version_before(folder) -> None:

@@ -198,16 +198,17 @@ def conv(
 
 def route(
     width: int, experts: int, k: int, order: RouteOrder, *, bias: bool = False,
-    correction: bool = False, **params: float,
+    correction: bool = False, measured: bool = False, **params: float,
 ) -> OpCase:  # fmt: skip
     if order is RouteOrder.SPARSEMIXER:
         params = {"jitter": 0.3, **params}
     extra = "".join(f"-{name}{value}" for name, value in params.items())
     return OpCase(
-        f"ROUTE-{experts}-{k}-{order.name}{'-bias' * bias}{'-correction' * correction}{extra}",
+        f"ROUTE-{experts}-{k}-{order.name}{'-bias' * bias}{'-correction' * correction}{extra}"
+        f"{'-measured' * measured}",
         Op.ROUTE,
         [(None, width, "f32")],
-        [(None, k, "i32"), (None, k, "f32")],
+        [(None, k, "i32"), (None, k, "f32"), *([(None, 1, "f32")] if measured else [])],
         [
             f32(experts, width),
             f32(experts) if bias else None,
@@ -374,6 +375,9 @@ CASES = [
     route(20, 9, 2, RouteOrder.SIGMOID_TOPK_RENORM, correction=True, groups=9, top_groups=3,
           group_take=1),
     route(20, 9, 2, RouteOrder.SOFTMAX_TOPK, scale=16.0),
+    *(route(20, 9, 2, order, bias=True, measured=True) for order in RouteOrder),
+    route(16, 1, 1, RouteOrder.TOPK_SOFTMAX, measured=True),
+    route(128, 16, 2, RouteOrder.TOPK_SOFTMAX, measured=True),
     *(experts(w, h, 5, 2, act) for w, h in ((16, 32), (40, 23)) for act in ExpertAct),
     *(experts(24, 19, 4, 2, act, biases=True) for act in ExpertAct),
     experts(24, 19, 4, 2, ExpertAct.SWIGLU_CLIPPED, limit=0.0),

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from compiler.contract.expert_pages import PAGE_OPS
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanCall, PlanWeight
 from compiler.contract.plan_format import CODE_BYTES, Kind
@@ -31,7 +32,8 @@ class Segment:
 def signature(plan: Plan, call: PlanCall) -> Hashable:
     """Return what two calls of repeated layers share: operation, shapes, kinds of weights.
 
-    How many bits a layer's router is stored in makes it no other layer.
+    How many bits a layer's router is stored in makes it no other layer, nor how many of its
+    experts are prefetched.
     """
     return (
         call.op,
@@ -85,4 +87,6 @@ def _shape(plan: Plan, at: int) -> Hashable:
 
 
 def _held(plan: Plan, call: PlanCall) -> list[PlanWeight | None]:
+    if call.op in PAGE_OPS:
+        return []
     return [plan.weights[at] if at >= 0 else None for at in call.weights]

@@ -37,6 +37,7 @@ def explain_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> It
     yield from _index_lines(report)
     yield from _schedule_lines(report)
     yield from _routing_lines(report)
+    yield from _band_lines(report)
     yield from _weight_lines(report)
     if experts := report.get("experts"):
         yield "experts per layer: " + ", ".join(
@@ -283,3 +284,25 @@ def _routing_lines(report: Mapping[str, Any]) -> Iterator[str]:
     for at, band in enumerate(routing.get("bands", ())):
         yield "entropy band " + f"{at}: " + ", ".join(f"{k} {v}" for k, v in band.items())
     yield f"expert groups: {routing.get('groups', 0)}"
+
+
+def _band_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Say which variants of a step run at which routing entropy, and what they cost in answers."""
+    found = report.get("bands")
+    if not found:
+        return
+    asked = found["questions"]
+    together = (found["right"] - found["worse"] + found["better"]) / asked
+    yield ""
+    yield (
+        f"entropy bands: {found['right'] / asked:.2%} of {asked} calibration questions right "
+        f"without variants, {together:.2%} with them; {found['steps_narrow']} of "
+        f"{found['steps']} steps take fewer experts"
+    )
+    ends = [f"to {row['low'] / 1000:.3f}" for row in found["bands"][1:]]
+    for row, end in zip(found["bands"], [*ends, "on"], strict=True):
+        right = (found["right"] - row["worse"] + row["better"]) / asked
+        yield (
+            f"  {row['low'] / 1000:.3f} {end} nats, {row['share'] / 10:.1f} % of the steps: "
+            f"{row['program']}, top-{row['top_k']}, alone {right:.2%} right; {row['reason']}"
+        )

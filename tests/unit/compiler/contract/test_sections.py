@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from compiler.contract.bands import parse_bands
 from compiler.contract.errors import ContractError
 from compiler.contract.expert_groups import parse_expert_groups
 from compiler.contract.manifest import parse_manifest
@@ -29,6 +30,7 @@ PARSERS = {
         parse_router_stats,
         (VECTORS / "sections" / "router_stats.json").read_bytes(),
     ),
+    "bands": (parse_bands, (VECTORS / "sections" / "bands.json").read_bytes()),
     "schedule": (parse_schedule, (VECTORS / "sections" / "schedule.json").read_bytes()),
 }
 ODD_VALUES = (None, True, -1, 1 << 70, 1.5, "", "x", "\ud800", [], {}, [[]], {"a": {}})
