@@ -75,7 +75,7 @@ def test_the_entropy_is_that_of_the_softmax_over_all_experts() -> None:
 
         def ran(self) -> None: ...
 
-        def call(self, program: str, call, inputs, outputs) -> None:
+        def call(self, program: str, call, inputs, outputs, runs=None) -> None:
             if call.op.name == "ROUTE":
                 scores = logits(module.weights[call.weights[0]].array, None, inputs[0][-1:])[0]
                 shares = np.exp(scores - scores.max())
