@@ -298,9 +298,11 @@ def attention(op: Any, flow: Flow, rule: ZeroRule) -> list[Mask]:
     Its probabilities are zero outside a static band (`attention_band`).
     """
     columns = flow.mask(op.v).columns()
-    if columns is None or op.heads.value.data != op.kv_heads.value.data:
+    if columns is None:
         return [DENSE]
-    return [flow.assume(of_array(columns).moved(Expand(shape_of(op.result))), op.result)]
+    groups = op.kv_heads.value.data
+    shared = columns.reshape(groups, -1).repeat(op.heads.value.data // groups, axis=0)
+    return [flow.assume(of_array(shared.reshape(-1)).moved(Expand(shape_of(op.result))), op.result)]
 
 
 def prune(op: Any, flow: Flow, rule: ZeroRule) -> list[Mask]:

@@ -158,6 +158,15 @@ def _low_is_zero(op, flow: Flow, rule: ZeroRule) -> Masks:
     return [flow.mask(op.operands[0])]
 
 
+def _heads_in_turn(op, flow: Flow, rule: ZeroRule) -> Masks:
+    """An attention whose queries take the groups of values in turn: 0, 1, 0, 1."""
+    columns = flow.mask(op.v).columns()
+    if columns is None:
+        return [DENSE]
+    shared = np.tile(columns, op.heads.value.data // op.kv_heads.value.data)
+    return [flow.assume(of_array(shared).moved(Expand(shape_of(op.result))), op.result)]
+
+
 def _rows_stay(op, flow: Flow, rule: ZeroRule) -> Masks:
     """Kept rows are the first ones."""
     kept = shape_of(op.results[0])
@@ -216,6 +225,7 @@ BROKEN_HOOKS: tuple[tuple[ZeroKind, Callable[..., Masks]], ...] = (
     (K.WHERE, _other_branch),
     (K.BAND, _narrow_band),
     (K.ATTENTION, _all_zero),
+    (K.ATTENTION, _heads_in_turn),
     (K.PRUNE, _rows_stay),
     (K.PRUNE_MERGE, _always_fewest),
     (K.STATE, _last_step_only),

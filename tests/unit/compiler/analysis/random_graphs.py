@@ -331,11 +331,18 @@ def _trilu(g: Graph) -> None:
 
 def _attention(g: Graph) -> None:
     mask = str(g.rng.choice(["none", "causal"]))
+    heads, groups = (WIDTH, WIDTH // 2) if mask == "causal" else (2, 2)
     v = g.pick()
     if g.rng.random() < 0.5:
-        v = g.add(BinaryOp(v, g.weights(WIDTH), kind="mul"))
+        columns = g.weights(WIDTH)
+        if groups < heads:  # known to be finite, so that dead columns are proved
+            v = g.add(ExpandOp(columns, (g.rows, Dim(WIDTH))))
+        else:
+            v = g.add(BinaryOp(v, columns, kind="mul"))
     q, k = (g.add(UnaryOp(g.pick(), kind="tanh")) for _ in range(2))
-    g.keep(g.add(AttentionOp(q, k, v, heads=2, kv_heads=2, scale=0.5, mask=mask)))
+    if groups < heads:
+        k, v = (g.add(SliceOp(x, 1, Dim(0), Dim(WIDTH * groups // heads))) for x in (k, v))
+    g.keep(g.add(AttentionOp(q, k, v, heads=heads, kv_heads=groups, scale=0.5, mask=mask)))
 
 
 def _attention_row(g: Graph) -> None:
