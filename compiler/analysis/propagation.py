@@ -116,6 +116,7 @@ class _Flow:
     checked: frozenset[SSAValue]
     caches: dict[int, list[Bits]]
     facts: Facts
+    all_finite: bool = False
     known: dict[tuple[str, SSAValue], Source] = field(default_factory=dict)
 
     def mask(self, value: SSAValue) -> Mask:
@@ -157,17 +158,29 @@ class _Flow:
         return list(layer)
 
     def _is_finite(self, value: SSAValue) -> bool:
-        is_real = dtype_of(value).startswith("float")
+        is_real = dtype_of(value).startswith("float") and not self.all_finite
         return not is_real or value in self.bounds or value in self.checked
 
 
 def module_facts(
-    funcs: list[FuncOp], constants: ConstantTable, logic: ZeroLogic = STANDARD
+    funcs: list[FuncOp],
+    constants: ConstantTable,
+    logic: ZeroLogic = STANDARD,
+    *,
+    all_finite: bool = False,
 ) -> list[Facts]:
-    """Return the facts of each function; functions share the cache's layers."""
+    """Return the facts of each function; functions share the cache's layers.
+
+    Args:
+        funcs: The functions of a module.
+        constants: Their constants.
+        logic: The rules.
+        all_finite: Return what holds in executions that compute neither NaN nor infinity, instead
+            of what holds in all of them.
+    """
     bounds, checked = value_bounds(funcs, constants), checked_values(funcs)
     caches: dict[int, list[Bits]] = {}
-    flows = [_Flow(constants, bounds, checked, caches, Facts()) for _ in funcs]
+    flows = [_Flow(constants, bounds, checked, caches, Facts(), all_finite) for _ in funcs]
     home = {op: flow for func, flow in zip(funcs, flows, strict=True) for op in func.body.block.ops}
     readers: dict[int, list[Operation]] = {}
     for op in home:

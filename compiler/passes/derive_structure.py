@@ -9,9 +9,11 @@ After:
     %y = "sp.linear"(%x, %w) ...
 
 A weight's mask is widened to whole tiles: a superset of what may be non-zero, so nothing changes
-but the type. The first tile of `tiles` with dead tiles is taken. With `budget` > 0 a weight
-without dead tiles may lose its weakest `lossy` groups (`structured[2,4]` or tiles): the loss is the
-relative Frobenius norm of what is removed, measured on the weight, and must not exceed the budget.
+but the type. The first tile of `tiles` with dead tiles is taken. With `budget` > 0 a weight whose
+share of zeros is at least `least_zeros` may be rounded the other way, to a subset of its pattern:
+it loses its weakest `lossy` groups (`structured[2,4]` or tiles) if that leaves less than the
+superset. The loss is the relative Frobenius norm of what is removed, measured on the weight, and
+must not exceed the budget; what it does to answers is measured by who sets the budget.
 Run-time activations get no n:m structure: nothing can be derived for values that do not exist yet.
 """
 
@@ -40,12 +42,17 @@ HARDWARE_TILES: Final[tuple[Tile, ...]] = ((32, 32), (16, 32), (16, 16), (1, 32)
 
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """A weight with structure: what is left, how it is written, and what it cost."""
+    """A weight with structure: what is left, how it is written, and what it cost.
+
+    Attributes:
+        superset: What the same tiles keep without any loss, as a share.
+    """
 
     weight: Array
     encoding: EncodingAttr
     loss: float
     density: float
+    superset: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,14 @@ class DeriveStructure(Pass):
         tiles: Rows and columns that hardware skips together, coarse ones first.
         budget: The greatest relative loss of a weight; 0 changes no number.
         lossy: What may be pruned within the budget: `2:4`, or `RxC` for tiles.
+        least_zeros: The share of zeros from which on a weight may be pruned; 0 takes any weight.
     """
 
     name: ClassVar[str] = "derive-structure"
     tiles: tuple[Tile, ...] = HARDWARE_TILES
     budget: float = 0.0
     lossy: tuple[str, ...] = ("2:4",)
+    least_zeros: float = 0.0
 
     @property
     def changes_values(self) -> bool:
@@ -85,20 +94,33 @@ class DeriveStructure(Pass):
                 f"{ctx.origins.near(new)}: {found.encoding.level_names[-1]}"
                 f" {[size.data for size in found.encoding.block.data]}, density"
                 f" {found.density:.3f}, loss {found.loss:.3g} of {self.budget:g}"
+                + (f", without loss {found.superset:.3f}" if found.loss else "")
             )
         return PassResult(len(notes), tuple(notes))
 
     def structured(self, weight: Array) -> Structured | None:
-        """Return the first structure that pays: exact tiles, then lossy ones within the budget."""
+        """Return the structure that pays: lossy within the budget if it keeps less, else exact."""
+        exact = self._exact(weight)
+        has_pattern = float(np.mean(weight == 0)) >= self.least_zeros
+        for kind in self.lossy if self.budget > 0 and has_pattern else ():
+            found = _pruned(weight, kind, self.budget)
+            if found is not None and (exact is None or found.density < exact.density):
+                return found
+        return exact
+
+    def _exact(self, weight: Array) -> Structured | None:
         for tile in self.tiles:
             live = live_tiles(weight, tile)
             if live is not None and not live.all():
-                return Structured(weight, _blocked(weight, tile), 0.0, float(live.mean()))
-        for kind in self.lossy if self.budget > 0 else ():
-            found = _pruned(weight, kind, self.budget)
-            if found is not None:
-                return found
+                kept = float(live.mean())
+                return Structured(weight, _blocked(weight, tile), 0.0, kept, kept)
         return None
+
+
+def has_pattern(module: ModuleOp, ctx: PassContext, least_zeros: float) -> bool:
+    """Return whether a weight of a product has so large a share of zeros, and not only zeros."""
+    weights = (op for op in operations(module) if isinstance(op, ConstantOp) and _is_weight(op))
+    return any(least_zeros <= np.mean(ctx.constants.of(op) == 0) < 1 for op in weights)
 
 
 def live_tiles(weight: Array, tile: Tile) -> Bits | None:
@@ -131,16 +153,17 @@ def _pruned(weight: Array, kind: str, budget: float) -> Structured | None:
         encoding = EncodingAttr.make(
             levels=["dense", "structured[2,4]"], crd=coordinate_bits(_dims(weight))
         )
-        density = 0.5
+        density, superset = 0.5, 1.0
     else:
         rows, columns = (int(size) for size in kind.split("x"))
         pruned = _without_weak_tiles(weight, (rows, columns), budget)
         if pruned is None:
             return None
         after, density = pruned
-        encoding = _blocked(weight, (rows, columns))
+        encoding, live = _blocked(weight, (rows, columns)), live_tiles(weight, (rows, columns))
+        superset = 1.0 if live is None else float(live.mean())
     loss = relative_loss(weight, after)
-    return Structured(after, encoding, loss, density) if 0 < loss <= budget else None
+    return Structured(after, encoding, loss, density, superset) if 0 < loss <= budget else None
 
 
 def _without_weak_tiles(weight: Array, tile: Tile, budget: float) -> tuple[Array, float] | None:

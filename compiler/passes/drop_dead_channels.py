@@ -13,8 +13,8 @@ reads it (its column of the second matrix is zero). W4 matrices lose channels by
 because less saves nothing; all experts of a layer keep the same number. Sums lose only zero terms;
 W4 groups form anew.
 
-Left out: attention heads (their keys and values share one cache shape), channels that calibration
-merely saw as zero, and hidden rows that more than one operation reads.
+Left out: attention heads (`drop-dead-heads`), channels that calibration merely saw as zero, and
+hidden rows that more than one operation reads.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class DropDeadChannels(Pass):
             found = 0
             if isinstance(op, LinearOp):
                 found = _linear(op, ctx)
-            elif isinstance(op, ExpertsOp) and op.act.data in _EXPERT_ACTS:
+            elif isinstance(op, ExpertsOp) and shrinkable_experts(op, ctx):
                 found = _experts(op, ctx)
             changed += bool(found)
             dropped += found
@@ -68,16 +68,33 @@ def silent_rows(weight: Array, bias: Array | None, act: str) -> Mask:
     return zero & ((bias <= 0) if act == "relu" else (bias == 0))
 
 
-def _linear(second: LinearOp, ctx: PassContext) -> int:
-    """Shrink the pair that ends in `second`; return the channels that went."""
+def shrinkable_pair(second: LinearOp, ctx: PassContext) -> LinearOp | None:
+    """Return the linear operation whose rows only `second` reads, if channels could go."""
     first = second.x.owner
     if not isinstance(first, LinearOp) or first.residual is not None:
+        return None
+    known = [ctx.constants.get(value) for value in (first.weight, second.weight)]
+    is_shared = len(list(first.result.uses)) > 1
+    is_open = first.bias is not None and ctx.constants.get(first.bias) is None
+    return None if is_shared or is_open or any(array is None for array in known) else first
+
+
+def shrinkable_experts(op: ExpertsOp, ctx: PassContext) -> bool:
+    """Return whether channels of an expert layer could go."""
+    known = [ctx.constants.get(value) is not None for value in (op.w_in, op.w_out)]
+    is_open = op.b_in is not None and ctx.constants.get(op.b_in) is None
+    return op.act.data in _EXPERT_ACTS and all(known) and not is_open
+
+
+def _linear(second: LinearOp, ctx: PassContext) -> int:
+    """Shrink the pair that ends in `second`; return the channels that went."""
+    first = shrinkable_pair(second, ctx)
+    if first is None:
         return 0
     w_in, w_out = ctx.constants.get(first.weight), ctx.constants.get(second.weight)
     bias = ctx.constants.get(first.bias)
-    is_shared = len(list(first.result.uses)) > 1
-    if w_in is None or w_out is None or is_shared or (first.bias is not None and bias is None):
-        return 0
+    assert w_in is not None
+    assert w_out is not None
     dead = silent_rows(w_in, bias, first.act.data) | ~w_out.any(axis=0)
     is_packed = "w4" in (first.storage.data, second.storage.data)
     kept = _kept(dead, _least(dead, GROUP if is_packed else 1))
@@ -111,8 +128,8 @@ def _linear(second: LinearOp, ctx: PassContext) -> int:
 def _experts(op: ExpertsOp, ctx: PassContext) -> int:
     """Shrink the experts of a layer; return the channels that went, over all experts."""
     w_in, w_out, bias = (ctx.constants.get(value) for value in (op.w_in, op.w_out, op.b_in))
-    if w_in is None or w_out is None or (op.b_in is not None and bias is None):
-        return 0
+    assert w_in is not None
+    assert w_out is not None
     parts = 2 if op.act.data == _GATED else 1
     rows = w_in.reshape(len(w_in), parts, -1, w_in.shape[2])
     biases = None if bias is None else bias.reshape(len(bias), parts, -1)

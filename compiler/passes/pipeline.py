@@ -1,7 +1,7 @@
 """The passes in the order in which they run. A pass is registered by standing in this list."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from compiler.passes.decompose_moe import DecomposeMoe
 from compiler.passes.derive_structure import DeriveStructure
 from compiler.passes.detect_sources import DetectSources
 from compiler.passes.drop_dead_channels import DropDeadChannels
+from compiler.passes.drop_dead_heads import DropDeadHeads
 from compiler.passes.fold_affine import FoldAffine
 from compiler.passes.functions import functions
 from compiler.passes.fuse_groups import FuseGroups
@@ -45,6 +46,7 @@ from compiler.passes.raise_moe_router import RaiseMoeRouter
 from compiler.passes.raise_norm import RaiseNorm
 from compiler.passes.raise_prune import RaisePrune
 from compiler.passes.raise_rope import RaiseRope
+from compiler.passes.remove_columns import Removal, RemoveColumns
 from compiler.passes.select_kernels import SelectKernels
 
 RAISING: Final[tuple[Pass, ...]] = (
@@ -64,7 +66,14 @@ RAISING: Final[tuple[Pass, ...]] = (
     RaiseElementwise(),
     DropDeadChannels(),
     Canonicalise(),
+    DropDeadHeads(),
 )
+REMOVING: Final[tuple[Pass, ...]] = (
+    RemoveColumns(),
+    DropDeadChannels(),
+    DropDeadHeads(),
+)
+"""Lossy; a compilation runs them only if it is told what to remove."""
 COMPOSING: Final[tuple[Pass, ...]] = (
     AdaptPruning(),
     Compose(),
@@ -85,9 +94,22 @@ SELECTING: Final[tuple[Pass, ...]] = (
 OPTIONAL: Final[tuple[Pass, ...]] = (DecomposeMoe(),)
 """Passes that planners and tools run; a compilation does not."""
 
+LOSSY_TILES: Final = ("16x32",)
+"""What kernels skip: the tile of the layout `tiles`."""
+LEAST_ZEROS: Final = 0.25
+"""The share of zeros from which on a weight has a pattern to round."""
+
 STAGES: Final[Mapping[str, tuple[Pass, ...]]] = MappingProxyType(
-    {"imported": (InjectMasks(),), "raised": RAISING, "programs": COMPOSING, "kernels": SELECTING}
+    {
+        "imported": (InjectMasks(),),
+        "raised": RAISING,
+        "removed": REMOVING,
+        "programs": COMPOSING,
+        "kernels": SELECTING,
+    }
 )
+
+_FIRST: Final = ("imported", "raised")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +118,8 @@ class LoweredPipeline:
 
     Attributes:
         module: Programs, buffers, weights, cache.
-        ir_text: Module text after each stage (`imported`, `raised`, `programs`, `kernels`).
+        ir_text: Module text after each stage (`imported`, `raised`, `programs`, `kernels`; also
+            `removed` if something was).
         notes: What the passes did, one line each.
         sparsity: Per program, what zeros are proved and what they save (`analysis.savings`).
         provenance: Which nodes of the files each call stands for.
@@ -111,6 +134,40 @@ class LoweredPipeline:
     layouts: Sequence[Mapping[str, Any]] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RaisedPipeline:
+    """A submission whose operations say what they mean, before programs are composed.
+
+    Attributes:
+        module: One function per component.
+        ctx: What passes may use besides the module.
+        ir_text: Module text after each stage so far.
+        notes: What importer and passes did so far, one line each.
+    """
+
+    module: ModuleOp
+    ctx: PassContext
+    ir_text: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What may change in values: nothing by default.
+
+    Attributes:
+        removals: Columns that go (`compiler.passes.remove_columns`).
+        structure: The greatest relative loss of a weight whose pattern of zeros is rounded to
+            tiles (`compiler.passes.derive_structure`).
+    """
+
+    removals: tuple[Removal, ...] = ()
+    structure: float = 0.0
+
+
+LOSSLESS: Final = Loss()
+
+
 def lower_pipeline(
     imported: ImportedPipeline,
     *,
@@ -119,6 +176,7 @@ def lower_pipeline(
     mask_section: bytes = b"",
     leave_out: Collection[str] = (),
     layout_workspace_bytes: int = WORKSPACE_BUDGET_BYTES,
+    loss: Loss = LOSSLESS,
 ) -> LoweredPipeline:
     """Run all passes on a copy of the imported module and lower it.
 
@@ -129,19 +187,62 @@ def lower_pipeline(
         mask_section: Masks of weights (`compiler.passes.inject_masks`); empty for none.
         leave_out: Names of passes that do not run, to measure what they bring.
         layout_workspace_bytes: The most workspace that a layout of a weight may need.
+        loss: What may change in values.
 
     Raises:
         SparsityInvariantError: A pass claims zeros that the program before it has not.
         UnsupportedOperatorError: A node has no kernel where it stands; operator and node are named.
         MalformedModelError: Components contradict each other or their roles.
+        CompilerError: A removal does not fit the module.
     """
-    module, ctx = _copy(imported)
-    notes, guard = list(imported.notes), SparsityGuard()
-    texts: dict[str, str] = {}
+    raised = raise_pipeline(imported, verify=verify, mask_section=mask_section, leave_out=leave_out)
+    return finish_pipeline(
+        raised,
+        verify=verify,
+        fuse=fuse,
+        leave_out=leave_out,
+        layout_workspace_bytes=layout_workspace_bytes,
+        loss=loss,
+    )
+
+
+def raise_pipeline(
+    imported: ImportedPipeline,
+    *,
+    verify: bool = False,
+    mask_section: bytes = b"",
+    leave_out: Collection[str] = (),
+) -> RaisedPipeline:
+    """Run the first stages on a copy of the imported module; see `lower_pipeline`."""
+    module, ctx = _copy(imported.module, imported.context())
+    notes, texts, guard = list(imported.notes), dict[str, str](), SparsityGuard()
+    for stage in _FIRST:
+        wanted = [p for p in STAGES[stage] if p.name not in leave_out]
+        chosen = [_configured(p, mask_section, LOSSLESS, 0) for p in wanted]
+        notes.extend(run_passes(module, ctx, chosen, verify=verify, guard=guard))
+        _verify(module, stage)
+        texts[stage] = print_module(module)
+    return RaisedPipeline(module, ctx, MappingProxyType(texts), tuple(notes))
+
+
+def finish_pipeline(
+    raised: RaisedPipeline,
+    *,
+    verify: bool = False,
+    fuse: bool = True,
+    leave_out: Collection[str] = (),
+    layout_workspace_bytes: int = WORKSPACE_BUDGET_BYTES,
+    loss: Loss = LOSSLESS,
+) -> LoweredPipeline:
+    """Run the other stages on a copy of the raised module; see `lower_pipeline`."""
+    module, ctx = _copy(raised.module, raised.ctx)
+    notes, texts, guard = list(raised.notes), dict(raised.ir_text), SparsityGuard()
     sparsity: dict[str, Any] = {}
     for stage, passes in STAGES.items():
+        if stage in _FIRST or (stage == "removed" and not loss.removals):
+            continue
         wanted = [p for p in passes if p.name not in leave_out and (fuse or not _is_fusing(p))]
-        chosen = [_configured(p, mask_section, layout_workspace_bytes) for p in wanted]
+        chosen = [_configured(p, b"", loss, layout_workspace_bytes) for p in wanted]
         notes.extend(run_passes(module, ctx, chosen, verify=verify, guard=guard))
         _verify(module, stage)
         texts[stage] = print_module(module)
@@ -155,12 +256,20 @@ def lower_pipeline(
     )
 
 
-def _configured(current: Pass, mask_section: bytes, layout_workspace_bytes: int) -> Pass:
+def _configured(
+    current: Pass, mask_section: bytes, loss: Loss, layout_workspace_bytes: int
+) -> Pass:
     match current:
         case InjectMasks():
             return InjectMasks(mask_section)
         case AssignLayouts():
             return AssignLayouts(layout_workspace_bytes)
+        case RemoveColumns():
+            return RemoveColumns(loss.removals)
+        case DeriveStructure() if loss.structure:
+            return replace(
+                current, budget=loss.structure, lossy=LOSSY_TILES, least_zeros=LEAST_ZEROS
+            )
         case _:
             return current
 
@@ -225,7 +334,6 @@ def _verify(module: ModuleOp, after: str) -> None:
         raise ProgramError(f"after {after} the module is invalid: {reason}") from error
 
 
-def _copy(imported: ImportedPipeline) -> tuple[ModuleOp, PassContext]:
-    module = imported.module.clone()
-    origins = imported.origins.twin(imported.module, module)
-    return module, PassContext(imported.spec, imported.constants, origins)
+def _copy(module: ModuleOp, ctx: PassContext) -> tuple[ModuleOp, PassContext]:
+    copy = module.clone()
+    return copy, PassContext(ctx.spec, ctx.constants, ctx.origins.twin(module, copy))

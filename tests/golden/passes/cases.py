@@ -6,13 +6,15 @@ from pathlib import Path
 import numpy as np
 from xdsl.dialects.builtin import ModuleOp
 
-from compiler.dialects.sp import ConstantOp
+from compiler.dialects.sp import ConstantOp, LinearOp
 from compiler.dialects.text import print_module
 from compiler.frontend import import_pipeline
 from compiler.passes.base import Pass, PassContext
 from compiler.passes.functions import functions, operations
 from compiler.passes.inject_masks import InjectMasks, encode_masks
 from compiler.passes.pipeline import STAGES
+from compiler.passes.remove_columns import Removal, RemoveColumns
+from tests.factories.attention_blocks import Planted, attention_block
 from tests.factories.moe_contrib import contrib
 from tests.factories.moe_shapes import Mix
 from tests.factories.onnx_blocks import (
@@ -89,6 +91,9 @@ def relu_block(b: GraphBuilder, x: str) -> str:
     return b.op("MatMul", up, b.weight(256, 64))
 
 
+DEAD_HEAD = Planted(heads=4, kv_heads=2, head_dim=4, unread=(0, 2), silent=(1,))
+"""Group 1 has no values, and of group 0 only query 1 is read."""
+
 Writer = Callable[[Path], Path]
 
 TINY_PART: Mapping[str, str] = {
@@ -120,6 +125,8 @@ CASES: Mapping[str, Writer] = {
     "raise-conv": lambda d: write_tiny(d, SMALL),
     "raise-elementwise": lambda d: write_block(d, elementwise_block),
     "drop-dead-channels": lambda d: write_block(d, dead_channel_block),
+    "drop-dead-heads": lambda d: write_block(d, attention_block(DEAD_HEAD), width=16),
+    "remove-columns": lambda d: write_block(d, dead_channel_block),
     "adapt-pruning": lambda d: write_pruned(d, SMALL, p=0.7, merge=1),
     "compose": lambda d: write_tiny(d, SMALL),
     "last-row": lambda d: write_tiny(d, SMALL),
@@ -155,7 +162,13 @@ def prepared(name: str, directory: Path) -> tuple[Pass, ModuleOp, PassContext]:
 
 
 def _configured(current: Pass, module: ModuleOp, ctx: PassContext) -> Pass:
-    """Return the pass, with the mask section of the first matrix if it needs one."""
+    """Return the pass, with a mask of the first matrix or a removal from the last if need be."""
+    if isinstance(current, RemoveColumns):
+        second = [op for op in operations(module) if isinstance(op, LinearOp)][-1].weight.owner
+        assert isinstance(second, ConstantOp)
+        rows = ctx.constants.of(second).shape[0]
+        bias = tuple(float(row) for row in range(rows))
+        return RemoveColumns((Removal(second.sha256.data, ((1, 2),), bias),))
     if not isinstance(current, InjectMasks):
         return current
     constants = [op for op in operations(module) if isinstance(op, ConstantOp)]

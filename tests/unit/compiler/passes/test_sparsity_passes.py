@@ -180,6 +180,32 @@ def test_it_takes_finer_tiles_when_coarse_ones_are_alive() -> None:
     assert [size.data for size in encoding_of(linear.weight).block.data] == [16, 32]
 
 
+def test_it_rounds_a_pattern_down_where_that_keeps_less() -> None:
+    """Of eight tiles one is dead and three hold a thousandth: superset 7, subset 4 of 8."""
+    weight = random_weight()[:, :32]
+    weight = np.concatenate([weight, weight])
+    weight[np.random.default_rng(3).random(weight.shape) < 0.5] = 0
+    weight[:16] = 0
+    weight[16:64] *= 1e-3
+    module, ctx, linear = weighted(weight)
+    rule = DeriveStructure(budget=0.01, lossy=("16x32",), least_zeros=0.25)
+    (note,) = rule.run(module, ctx).notes
+    assert "density 0.500" in note
+    assert "without loss 0.875" in note
+    after = ctx.constants.get(linear.weight)
+    assert not after[:64].any()
+    assert np.array_equal(after[64:], weight[64:].astype(np.float32))
+
+
+def test_it_rounds_nothing_that_has_no_pattern() -> None:
+    weight = random_weight()
+    weight[:16, :32] *= 1e-3
+    module, ctx, linear = weighted(weight)
+    rule = DeriveStructure(budget=0.1, lossy=("16x32",), least_zeros=0.25)
+    assert rule.run(module, ctx).changed == 0
+    assert np.array_equal(ctx.constants.get(linear.weight), weight)
+
+
 def test_it_prunes_nothing_without_a_budget() -> None:
     module, ctx, linear = weighted(random_weight())
     assert DeriveStructure().run(module, ctx).changed == 0
