@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
+from compiler.contract.canonical import Json
 from compiler.contract.pipeline import SEE, Pipeline, Port, ProgramSpec
 from compiler.contract.session import STEP, answering, seeing
 from compiler.driver.cache import StageCache, cache_key
@@ -36,6 +37,7 @@ def record_cached(
     files: Mapping[str, str],
     cache: StageCache,
     clock: StageClock,
+    loss: str = "",
 ) -> CalibrationRecord | None:
     """Return the record of a submission's calibration set, from the cache if it was made before.
 
@@ -46,6 +48,7 @@ def record_cached(
         files: SHA-256 of the files of model and calibration set, by name.
         cache: Where `record` entries are.
         clock: Shows progress.
+        loss: Says what was removed from the files' model; empty for nothing.
 
     Raises:
         MalformedModelError: The set cannot be read.
@@ -54,7 +57,8 @@ def record_cached(
     size = image_spec(spec)
     if size is None:
         return None
-    key = cache_key(RECORD, {"files": dict(files), "compiler": compiler_digest()})
+    facts: dict[str, Json] = {"files": dict(files), "compiler": compiler_digest()}
+    key = cache_key(RECORD, facts | ({"loss": loss} if loss else {}))
     stored = cache.get(RECORD, key)
     if stored is not None:
         return CalibrationRecord.from_bytes(stored[RECORD])

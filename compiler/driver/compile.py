@@ -45,6 +45,7 @@ from compiler.driver.provenance import (
 )
 from compiler.driver.stages import ORIGINS, Portable, StageClock
 from compiler.driver.verdicts import find_times, find_verdict, keep_times, keep_verdict, verdict_key
+from compiler.errors import UserModelError
 from compiler.frontend.pipeline_json import read_pipeline
 from compiler.hardware.targets import Target, find_target
 from compiler.passes.pipeline_spec import PipelineSpec
@@ -113,6 +114,7 @@ class _Compilation:
             section_digests(self.base),
             target.id,
             options.selftest_vectors,
+            options.accuracy_budget,
         )
 
     def require_calibration(self) -> None:
@@ -120,12 +122,18 @@ class _Compilation:
 
         Raises:
             MalformedModelError: A file of the set is missing; the message names it.
+            UserModelError: There is an accuracy budget and nothing to judge accuracy by.
         """
         image = self.spec.image
         if image is not None and len(self.calibration) < CALIBRATION_FILES:
             from compiler.driver.cards import read_cards
 
             read_cards(self.directory, CALIBRATION, image.size)
+        if self.options.accuracy_budget and (image is None or self.spec.tokens is None):
+            raise UserModelError(
+                "an accuracy budget needs a model that answers questions about pictures",
+                hint="leave --accuracy-budget out: nothing could tell what is lost",
+            )
 
     def portable(self) -> Portable:
         """Return what is the same for every target, from the cache if it was made before."""
@@ -136,7 +144,8 @@ class _Compilation:
             "layout_workspace_bytes": self.options.layout_workspace_bytes,
             "compiler": compiler_digest(),
         }
-        key = cache_key(PORTABLE, facts)
+        budget = self.options.accuracy_budget
+        key = cache_key(PORTABLE, facts | ({"accuracy_budget": budget} if budget else {}))
         stored = self.cache.get(PORTABLE, key)
         if stored is not None:
             for stage in _SHARED_STAGES:
@@ -155,6 +164,7 @@ class _Compilation:
             self.cache,
             self.clock,
             self.building.begin,
+            budget,
         )
         self.cache.put(PORTABLE, key, portable.to_parts())
         return portable

@@ -12,7 +12,14 @@ from compiler.frontend.importer import import_pipeline
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.kernels.program import Module
 from compiler.passes.origins import Provenance
-from compiler.passes.pipeline import lower_pipeline
+from compiler.passes.pipeline import (
+    LOSSLESS,
+    Loss,
+    LoweredPipeline,
+    RaisedPipeline,
+    finish_pipeline,
+    raise_pipeline,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,7 @@ def lower_submission(
     clock: StageClock,
     limits: ImportLimits = DEFAULT_LIMITS,
     layout_workspace_bytes: int = WORKSPACE_BUDGET_BYTES,
+    loss: Loss = LOSSLESS,
 ) -> Lowered:
     """Import a submission and run all passes.
 
@@ -47,15 +55,29 @@ def lower_submission(
         MalformedModelError: A file is missing, broken, or contradicts `pipeline.json`.
         UnsupportedOperatorError: A node has no kernel; operator and node are named.
         LimitError: It needs more than a limit allows; the limit and its option are named.
+        CompilerError: The loss was chosen for another model.
+    """
+    raised = raise_submission(directory, clock, limits)
+    with clock.stage("raise"), bounded(limits):
+        lowered = finish_pipeline(raised, layout_workspace_bytes=layout_workspace_bytes, loss=loss)
+    return _described(lowered)
+
+
+def raise_submission(
+    directory: Path, clock: StageClock, limits: ImportLimits = DEFAULT_LIMITS
+) -> RaisedPipeline:
+    """Import a submission and run the passes that say what its operations mean.
+
+    Raises:
+        UserModelError: As `lower_submission` says.
     """
     with clock.stage("import"), bounded(limits):
         imported = import_pipeline(directory, limits)
     with clock.stage("raise"), bounded(limits):
-        lowered = lower_pipeline(
-            imported,
-            mask_section=_masks(directory),
-            layout_workspace_bytes=layout_workspace_bytes,
-        )
+        return raise_pipeline(imported, mask_section=_masks(directory))
+
+
+def _described(lowered: LoweredPipeline) -> Lowered:
     texts = [f"// ==== {stage} ====\n{text}" for stage, text in lowered.ir_text.items()]
     sparsity = canonical_bytes(dict(lowered.sparsity)).decode()
     layouts = canonical_bytes({"layouts": [dict(row) for row in lowered.layouts]}).decode()

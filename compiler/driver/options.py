@@ -41,6 +41,8 @@ class CompileOptions:
         layout_workspace_bytes: The most bytes that the layout of a weight may need at run time
             beside its operands; a layout that needs more is not chosen.
         limits: What the submission may cost; more is refused with a `LimitError`.
+        accuracy_budget: The most accuracy on calibration cards, as a share of questions, that
+            removing heads and channels may lose; 0 changes no number.
         progress: Called with a stage of `STAGES` and the share of the whole work done so far.
     """
 
@@ -58,6 +60,7 @@ class CompileOptions:
     selftest_timeout_s: float = 120.0
     layout_workspace_bytes: int = WORKSPACE_BUDGET_BYTES
     limits: ImportLimits = DEFAULT_LIMITS
+    accuracy_budget: float = 0.0
     progress: Progress = field(default=no_progress, compare=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +76,11 @@ class CompileOptions:
             raise CompilerError("a cache limit is a number of bytes, 0 keeps nothing")
         if self.layout_workspace_bytes < 0:
             raise CompilerError("a workspace is a number of bytes, 0 allows none")
+        if not 0.0 <= self.accuracy_budget < 1.0:
+            raise CompilerError(
+                f"an accuracy budget of {self.accuracy_budget:g}",
+                hint="state a share of all questions such as 0.003; 0 loses nothing",
+            )
         if self.release_seq < 1 or self.security_epoch < 0:
             raise CompilerError("release_seq starts at 1, security_epoch at 0")
 

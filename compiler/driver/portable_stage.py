@@ -28,6 +28,7 @@ from compiler.driver.lowering import Lowered, lower_submission
 from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
 from compiler.driver.records import UnkeepableError, from_parts, to_parts
+from compiler.driver.removal_stage import NOTHING_REMOVED, Removed, choose_cached
 from compiler.driver.routing import learn_routing
 from compiler.driver.scheduling import schedule_module
 from compiler.driver.sections import (
@@ -63,6 +64,7 @@ def make_portable(
     cache: StageCache,
     clock: StageClock,
     begin_kernels: Callable[[frozenset[Op]], None],
+    accuracy_budget: float = 0.0,
 ) -> Portable:
     """Compile what every target shares.
 
@@ -76,18 +78,22 @@ def make_portable(
         cache: Where `lowered`, `record` and `weight` entries are.
         clock: Gets the times.
         begin_kernels: Told the operations as soon as they are known.
+        accuracy_budget: What removing heads and channels may lose; 0 removes only dead ones.
 
     Raises:
         UserModelError: The submission is at fault.
         CompilerError: The base is no bundle, or a pass made an invalid program.
     """
-    lowered = lower_cached(directory, model_files, cache, clock, *costs)
-    packing = _Packing(cache)
+    packing, files = Packing(cache), {**model_files, **calibration}
+    removed = NOTHING_REMOVED
+    if accuracy_budget:
+        removed = choose_cached(
+            directory, spec, files, accuracy_budget, costs[0], packing.pack, cache, clock
+        )
+    lowered = lower_cached(directory, model_files, cache, clock, *costs, removed)
     with clock.stage("quantise"):
         old = base_weights(lowered.module, *base)
-        record = record_cached(
-            directory, spec, lowered.module, {**model_files, **calibration}, cache, clock
-        )
+        record = record_cached(directory, spec, lowered.module, files, cache, clock, removed.digest)
         learned = learn_routing(lowered.module, record, base_widths(lowered.module, base[0]))
         begin_kernels(schedule_module(learned.module, record).module.ops)
         packed = pack_module(learned.module, base=old, record=record, pack=packing.pack)
@@ -98,6 +104,7 @@ def make_portable(
         emitted, sections, plan_facts = _planned(spec, banded, packed, record)
     facts = plan_facts | weight_facts | dict(learned.facts) | _pass_facts(lowered, banded)
     sections |= learned.sections
+    facts |= removed.report()
     return Portable(sections, emitted.planes, lowered.ir_text, facts, emitted.plan)
 
 
@@ -174,6 +181,7 @@ def lower_cached(
     clock: StageClock,
     limits: ImportLimits = DEFAULT_LIMITS,
     layout_workspace_bytes: int = WORKSPACE_BUDGET_BYTES,
+    removed: Removed = NOTHING_REMOVED,
 ) -> Lowered:
     """Return the lowered submission, from the cache if these files were lowered before.
 
@@ -185,7 +193,7 @@ def lower_cached(
         "compiler": compiler_digest(),
         "layout_workspace_bytes": layout_workspace_bytes,
     }
-    key = cache_key(LOWERED, facts)
+    key = cache_key(LOWERED, facts | ({"loss": removed.digest} if removed.digest else {}))
     with clock.stage("import"):
         stored = cache.get(LOWERED, key)
         kept = from_parts(Lowered, stored) if stored is not None else None
@@ -193,7 +201,7 @@ def lower_cached(
         clock.skip("import")
         clock.skip("raise")
         return kept
-    lowered = lower_submission(directory, clock, limits, layout_workspace_bytes)
+    lowered = lower_submission(directory, clock, limits, layout_workspace_bytes, removed.loss)
     with clock.stage("raise"):
         try:
             cache.put(LOWERED, key, to_parts(lowered))
@@ -202,7 +210,7 @@ def lower_cached(
     return lowered
 
 
-class _Packing:
+class Packing:
     """Packs weights and keeps each whose scales were searched, by its numbers and its sample.
 
     Rounding to a grid that is kept takes less time than reading an entry.

@@ -69,7 +69,11 @@ def tool_versions() -> dict[str, str]:
 
 
 def provenance_document(
-    inputs: Mapping[str, str], base: Mapping[str, str], target: str, vectors: int
+    inputs: Mapping[str, str],
+    base: Mapping[str, str],
+    target: str,
+    vectors: int,
+    accuracy_budget: float = 0.0,
 ) -> dict[str, Json]:
     """Return the provenance of one bundle.
 
@@ -78,7 +82,9 @@ def provenance_document(
         base: Digests of the older bundle's sections whose grids were kept.
         target: Target id.
         vectors: The number of self-test vectors that was asked for.
+        accuracy_budget: What removing heads and channels could lose; only named if something.
     """
+    lossy: dict[str, Json] = {"accuracy_budget": accuracy_budget} if accuracy_budget else {}
     return {
         "schema": SCHEMA,
         "inputs": dict(inputs),
@@ -87,6 +93,7 @@ def provenance_document(
         "selftest_vectors": vectors,
         "compiler_sha256": compiler_digest(),
         "tools": tool_versions(),
+        **lossy,
     }
 
 

@@ -40,7 +40,7 @@ from compiler.analysis.propagation import module_facts
 from compiler.dialects.mm import AttentionOp, KvAppendOp, RopeOp
 from compiler.dialects.sp import LinearOp
 from compiler.dialects.types import shape_of
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import body, functions, operations
 from compiler.passes.rewriting import erase, erase_dead, insert_before, swap
 from compiler.quant.w4 import GROUP
@@ -95,7 +95,7 @@ class HeadSite:
 
 
 @dataclass(frozen=True)
-class DropDeadHeads:
+class DropDeadHeads(Pass):
     """Shrink attentions by their dead heads."""
 
     name: ClassVar[str] = "drop-dead-heads"

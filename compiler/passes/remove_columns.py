@@ -25,7 +25,7 @@ from compiler.dialects.moe import ExpertsOp
 from compiler.dialects.sp import ConstantOp, LinearOp
 from compiler.dialects.types import shape_of
 from compiler.errors import CompilerError
-from compiler.passes.base import PassContext, PassResult
+from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import functions, operations
 from compiler.passes.rewriting import erase_dead, insert_before, swap
 
@@ -46,7 +46,7 @@ class Removal:
 
 
 @dataclass(frozen=True)
-class RemoveColumns:
+class RemoveColumns(Pass):
     """Zero the named columns and put their mean into the bias.
 
     Attributes:
@@ -54,8 +54,12 @@ class RemoveColumns:
     """
 
     name: ClassVar[str] = "remove-columns"
-    changes_values: ClassVar[bool] = True
     removals: tuple[Removal, ...] = ()
+
+    @property
+    def changes_values(self) -> bool:
+        """What is named goes, whatever it adds."""
+        return bool(self.removals)
 
     def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
         """Rewrite every operation that reads a named weight.

@@ -64,6 +64,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="what the layout of a weight may need at run time beside its operands (default: 2M)",
     )
+    parser.add_argument(
+        "--accuracy-budget",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="remove heads, channels and tiles that calibration finds to matter little, losing at "
+        "most this share of the calibration questions, e.g. 0.003 (default: 0, lossless)",
+    )
     add_limit_options(parser)
 
 
@@ -86,6 +94,7 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
             recheck=options.recheck,
             layout_workspace_bytes=options.layout_workspace,
             limits=limits_of(options),
+            accuracy_budget=options.accuracy_budget,
             base_sections=base[1] if base else None,
             base_planes={item.component: item.planes for item in base[0].sections}
             if base

@@ -33,6 +33,7 @@ def explain_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> It
     yield from _sparsity_lines(report)
     yield from _layout_lines(report)
     yield from _check_lines(report, explained)
+    yield from _removal_lines(report)
     yield from _memory_lines(report)
     yield from _index_lines(report)
     yield from _schedule_lines(report)
@@ -212,6 +213,40 @@ def _check_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> Ite
     for (program, call), row in grounds.items():
         if not row["most"]:
             yield f"  {program} {call}: none, {row['why']} ({row['held_ratio']:.0%} of rows)"
+
+
+def _removal_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Say what went within the accuracy budget, what that saves, and what it costs."""
+    found = report.get("removal")
+    if not found:
+        return
+    before, after = found["parameters"]
+    yield ""
+    yield (
+        f"removed within an accuracy budget of {found['accuracy_budget']:.2%}: "
+        f"{before - after} of {before} weights; chosen on {found['chosen_by_questions']} questions "
+        f"in {len(found['trials'])} trials"
+    )
+    yield (
+        f"  accuracy on {found['judged_questions']} other questions: "
+        f"{found['accuracy_before']:.2%} before, {found['accuracy_after']:.2%} after, "
+        f"asked about {len(found['looks'])} choices"
+    )
+    for name, (dense, left) in found["flops"].items():
+        yield f"  program {name}: {dense / 1e6:.3f} MFLOP before, {left / 1e6:.3f} after"
+    rows: list[tuple[object, ...]] = [
+        (
+            row["kind"],
+            row["name"],
+            f"{row['removed']} of {row['units']}",
+            f"{row['output_error']:g}",
+        )
+        for row in found["sites"]
+    ]
+    head = ("units", "read by", "removed", "output error")
+    yield from (f"  {line}" for line in table([head, *rows], right=frozenset({2, 3})))
+    if found["structure_loss"]:
+        yield f"  patterns of zeros rounded to tiles, each within {found['structure_loss']:g}"
 
 
 def _weight_lines(report: Mapping[str, Any]) -> Iterator[str]:

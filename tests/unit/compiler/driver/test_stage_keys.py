@@ -10,7 +10,7 @@ from compiler.driver.cache import StageCache
 from compiler.driver.external_data import external_files
 from compiler.driver.native_check import NativeCheck
 from compiler.driver.options import no_progress
-from compiler.driver.portable_stage import WEIGHT, _Packing, lower_cached
+from compiler.driver.portable_stage import WEIGHT, Packing, lower_cached
 from compiler.driver.provenance import calibration_digests, model_digests
 from compiler.driver.stages import StageClock
 from compiler.driver.verdicts import find_verdict, keep_verdict, verdict_key
@@ -93,11 +93,11 @@ def test_it_packs_again_only_what_has_changed(tmp_path) -> None:
     cache = StageCache(tmp_path)
     random = np.random.default_rng(2)
     weights = [random.standard_normal((16, 64)).astype(np.float32) for _ in range(4)]
-    first = _Packing(cache)
+    first = Packing(cache)
     packed = [first.pack(weight, None) for weight in weights]
     assert first.found == 0
     weights[2] = weights[2] * np.float32(1.5)
-    second = _Packing(cache)
+    second = Packing(cache)
     again = [second.pack(weight, None) for weight in weights]
     assert second.found == 3
     assert [_bytes(a) == _bytes(b) for a, b in zip(packed, again, strict=True)] == [
