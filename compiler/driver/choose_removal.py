@@ -222,6 +222,7 @@ def _facts(search: _Search, verdict: dict[str, Json], loss: Loss, whole: Module)
         "structure_loss": loss.structure,
         **verdict,
         "parameters": [_parameters(whole), _parameters(narrow)],
+        "weight_bytes": [search.trials.stored_bytes(one) for one in (whole, narrow)],
         "flops": {
             program.name: [count_flops(whole, program).counted, count_flops(narrow, other).counted]
             for program, other in zip(whole.programs, narrow.programs, strict=True)

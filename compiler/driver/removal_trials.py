@@ -20,7 +20,7 @@ from compiler.driver.kernel_stage import find_kernels, make_kernels
 from compiler.driver.native_check import host_target
 from compiler.driver.routing import learn_routing
 from compiler.driver.sections import pipeline_section
-from compiler.emitters.plan import emit_plan
+from compiler.emitters.plan import EmittedPlan, emit_plan
 from compiler.hardware.targets import Target
 from compiler.kernels.program import Module
 from compiler.passes.pipeline import Loss, RaisedPipeline, finish_pipeline
@@ -80,9 +80,7 @@ class RemovalTrials:
             ContractError: A word is not in the vocabulary, or a picture has the wrong size.
             ToolchainError: The C compiler failed.
         """
-        learned = learn_routing(module, record).module
-        packed = pack_module(learned, record=record, pack=self.pack)
-        emitted = emit_plan(learned, weights_packed=packed.packed)
+        emitted = self._emitted(module, record)
         plan = parse_plan(emitted.plan_bytes)
         pipeline = pipeline_section(self.spec, plan)
         sections = {**emitted.sections, "plan": emitted.plan_bytes}
@@ -92,3 +90,12 @@ class RemovalTrials:
         _, kernels = found or make_kernels(self.target, plan.ops, self.cache)
         with NativePlan(kernels, emitted.plan_bytes, sections) as running:
             return answer_cards(running, pipeline, cards)
+
+    def stored_bytes(self, module: Module) -> int:
+        """Return the bytes of all sections with weights."""
+        return sum(len(data) for data in self._emitted(module, None).sections.values())
+
+    def _emitted(self, module: Module, record: CalibrationRecord | None) -> EmittedPlan:
+        learned = learn_routing(module, record).module
+        packed = pack_module(learned, record=record, pack=self.pack)
+        return emit_plan(learned, weights_packed=packed.packed)

@@ -78,6 +78,8 @@ def test_the_bundle_gets_smaller_and_says_why(
     assert narrow.manifest.total_bytes < whole.manifest.total_bytes
     assert narrow.report["provenance"]["accuracy_budget"] == BUDGET
     assert narrow.manifest.provenance_sha256 != whole.manifest.provenance_sha256
+    stored = found["weight_bytes"]
+    assert stored[1] < stored[0]
     before, after = (parse_plan(one.sections["plan"]).kv for one in (whole, narrow))
     assert before is not None
     assert after is not None

@@ -221,19 +221,23 @@ def _removal_lines(report: Mapping[str, Any]) -> Iterator[str]:
     if not found:
         return
     before, after = found["parameters"]
+    stored, left = (shown_bytes(size) for size in found["weight_bytes"])
     yield ""
     yield (
         f"removed within an accuracy budget of {found['accuracy_budget']:.2%}: "
-        f"{before - after} of {before} weights; chosen on {found['chosen_by_questions']} questions "
-        f"in {len(found['trials'])} trials"
+        f"{before - after} of {before} weights, {left} instead of {stored}"
+    )
+    yield (
+        f"  chosen on {found['chosen_by_questions']} calibration questions in "
+        f"{len(found['trials'])} trials"
     )
     yield (
         f"  accuracy on {found['judged_questions']} other questions: "
         f"{found['accuracy_before']:.2%} before, {found['accuracy_after']:.2%} after, "
         f"asked about {len(found['looks'])} choices"
     )
-    for name, (dense, left) in found["flops"].items():
-        yield f"  program {name}: {dense / 1e6:.3f} MFLOP before, {left / 1e6:.3f} after"
+    for name, (old, new) in found["flops"].items():
+        yield f"  program {name}: {old / 1e6:.3f} MFLOP before, {new / 1e6:.3f} after"
     rows: list[tuple[object, ...]] = [
         (
             row["kind"],
