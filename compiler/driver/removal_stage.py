@@ -5,7 +5,7 @@ files, the calibration set, the budget and the compiler's sources, and on nothin
 target nor an older bundle nor this machine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,6 +27,7 @@ from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.quant.record import CalibrationRecord
 
 REMOVAL: Final = "removal"
+Record = Callable[[Module, Loss], CalibrationRecord | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +89,26 @@ def choose_cached(
     stored = cache.get(REMOVAL, key)
     if stored is not None:
         return from_parts(Removed, stored)
-    from compiler.driver.choose_removal import choose_removal
-
-    size = image_spec(spec)
-    assert size is not None
-    cards = read_cards(directory, CALIBRATION, size)
-    trials = RemovalTrials.of(raise_submission(directory, clock, limits), pack, cache)
+    raised = raise_submission(directory, clock, limits)
+    trials = RemovalTrials.of(raised, pack, cache)
 
     def record(module: Module, loss: Loss) -> CalibrationRecord | None:
         name = Removed(loss).digest
         return record_cached(directory, spec, module, files, cache, clock, name)
 
-    with clock.stage("quantise"):
-        found = choose_removal(trials, cards, budget, record, clock.within("quantise"))
-    removed = Removed(found.loss, canonical_bytes(found.facts).decode())
+    removed = _chosen(directory, trials, budget, record, clock)
     cache.put(REMOVAL, key, to_parts(removed))
     return removed
+
+
+def _chosen(
+    directory: Path, trials: RemovalTrials, budget: float, record: Record, clock: StageClock
+) -> Removed:
+    from compiler.driver.choose_removal import choose_removal
+
+    size = image_spec(trials.spec)
+    assert size is not None
+    cards = read_cards(directory, CALIBRATION, size)
+    with clock.stage("quantise"):
+        found = choose_removal(trials, cards, budget, record, clock.within("quantise"))
+    return Removed(found.loss, canonical_bytes(found.facts).decode())
