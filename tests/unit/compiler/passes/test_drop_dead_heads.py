@@ -262,5 +262,5 @@ def test_a_cache_that_shrinks_in_one_layer_alone_is_refused(
         "common_size",
         lambda sites, live: [(int(mask.any(axis=1).sum()), 1) for mask in live],
     )
-    with pytest.raises(UnsupportedOperatorError, match="caches of different shapes"):
+    with pytest.raises(UnsupportedOperatorError, match="cache has another shape"):
         lowered(directory)
