@@ -71,12 +71,10 @@ def make_portable(
     Args:
         directory: The submission.
         spec: Its `pipeline.json`.
-        model_files: SHA-256 of every file that the importer reads, by name.
-        calibration: SHA-256 of the files of the calibration set, by name.
+        model_files, calibration: SHA-256 of what importer and calibration read, by name.
         base: Sections and planes of an older bundle; empty and None without one.
         costs: What importing it may cost, and the workspace budget of layouts in bytes.
-        cache: Where `lowered`, `record` and `weight` entries are.
-        clock: Gets the times.
+        cache, clock: Where `lowered`, `record` and `weight` entries are; what gets the times.
         begin_kernels: Told the operations as soon as they are known.
         accuracy_budget: What removing heads and channels may lose; 0 removes only dead ones.
 
@@ -85,11 +83,9 @@ def make_portable(
         CompilerError: The base is no bundle, or a pass made an invalid program.
     """
     packing, files = Packing(cache), {**model_files, **calibration}
-    removed = NOTHING_REMOVED
-    if accuracy_budget:
-        removed = choose_cached(
-            directory, spec, files, accuracy_budget, costs[0], packing.pack, cache, clock
-        )
+    removed = choose_cached(
+        directory, spec, files, accuracy_budget, costs[0], packing.pack, cache, clock
+    )
     lowered = lower_cached(directory, model_files, cache, clock, *costs, removed)
     with clock.stage("quantise"):
         old = base_weights(lowered.module, *base)
@@ -102,9 +98,9 @@ def make_portable(
     with clock.stage("plan"):
         banded = band_module(directory, spec, learned.module, packed.packed, record, cache)
         emitted, sections, plan_facts = _planned(spec, banded, packed, record)
-    facts = plan_facts | weight_facts | dict(learned.facts) | _pass_facts(lowered, banded)
+    more = _pass_facts(lowered, banded) | removed.report()
+    facts = plan_facts | weight_facts | dict(learned.facts) | more
     sections |= learned.sections
-    facts |= removed.report()
     return Portable(sections, emitted.planes, lowered.ir_text, facts, emitted.plan)
 
 

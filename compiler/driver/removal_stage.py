@@ -70,7 +70,7 @@ def choose_cached(
         directory: The submission.
         spec: Its words and limits; it sees pictures and answers in words.
         files: SHA-256 of the files of model and calibration set, by name.
-        budget: See `choose_removal`.
+        budget: See `choose_removal`; 0 removes nothing.
         limits: What importing it may cost.
         pack: Packs one weight.
         cache: Where `removal` entries are.
@@ -80,6 +80,8 @@ def choose_cached(
         UserModelError: The submission is at fault, or has too few cards.
         ContractError: A word is not in the vocabulary, or a picture has the wrong size.
     """
+    if not budget:
+        return NOTHING_REMOVED
     facts: dict[str, Json] = {
         "files": dict(files),
         "budget": budget,
