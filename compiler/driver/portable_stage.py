@@ -71,10 +71,12 @@ def make_portable(
     Args:
         directory: The submission.
         spec: Its `pipeline.json`.
-        model_files, calibration: SHA-256 of what importer and calibration read, by name.
+        model_files: SHA-256 of every file that the importer reads, by name.
+        calibration: SHA-256 of the files of the calibration set, by name.
         base: Sections and planes of an older bundle; empty and None without one.
         costs: What importing it may cost, and the workspace budget of layouts in bytes.
-        cache, clock: Where `lowered`, `record` and `weight` entries are; what gets the times.
+        cache: Where `lowered`, `record` and `weight` entries are.
+        clock: Gets the times.
         begin_kernels: Told the operations as soon as they are known.
         accuracy_budget: What removing heads and channels may lose; 0 removes only dead ones.
 
