@@ -5,33 +5,45 @@ that the stage depends on. A file appears under its name only by `rename`, and c
 its content: a torn or altered entry counts as absent and is written again, so entries need no sync.
 Losing any entry, or all, costs time and nothing else.
 
-    SFCACHE1 | header length u32 | header (canonical JSON: parts [[name, bytes]], sha256) | parts
+    SFCACHE2 | header length u32 | header (canonical JSON: parts [[name, bytes]], sha256) | parts
+
+The digest is over the table of parts and their bytes.
 
 Size: `trim` removes the entries that were used longest ago until the rest fits the limit. A read
 stamps the entry's modification time, because access times are not kept on every disk. Any number of
 processes may read, write and trim at once: an entry that is gone is an absent one, and a file that
-is removed under a reader stays readable for it.
+is removed under a reader stays readable for it. Files that no stage and no tool of ours wrote, by
+their place and name, are neither counted nor removed: the directory may be somebody's home.
 """
 
 import contextlib
+import hashlib
 import os
+import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha256_hex
 from compiler.contract.errors import ContractError
+from compiler.contract.fields import require_integer, require_list, require_text
 
-MAGIC: Final = b"SFCACHE1"
+MAGIC: Final = b"SFCACHE2"
 DEFAULT_LIMIT_BYTES: Final = 2 * 1024**3
 FILL_AFTER_TRIM: Final = 0.9
 """Trimming goes below the limit, so that the next entry does not trim again."""
 NOT_OURS: Final = "zig"
 """The C compiler's own cache lies below `toolchain/`: counted, never trimmed."""
+MAX_PARTS: Final = 65_536
+MAX_PART_NAME: Final = 4_096
 _LENGTH_BYTES: Final = 4
 _SUFFIX_PARTIAL: Final = ".partial"
+_OUR_FOLDER: Final = re.compile(r"[0-9a-f]{2}")
+_OUR_FILE: Final = re.compile(r"[0-9a-f]{64}(\.[a-z]{1,8})?|.+\.partial")
+_OUR_BUILD: Final = ".build-"
+"""Folders in which `compiler.emitters.toolchain` builds; a killed build leaves one."""
 
 
 def cache_key(stage: str, facts: Mapping[str, Json]) -> str:
@@ -117,11 +129,12 @@ class StageCache:
     def _entries(self, *, with_foreign: bool = False) -> Iterator[_Entry]:
         if self.directory is None:
             return
-        for folder, names, files in os.walk(self.directory):
-            if NOT_OURS in names and not with_foreign:
-                names.remove(NOT_OURS)
+        for folder, _, files in os.walk(self.directory):
             for name in files:
                 path = Path(folder) / name
+                parts = path.relative_to(self.directory).parts
+                if not (_is_ours(parts) or (with_foreign and NOT_OURS in parts[1:2])):
+                    continue
                 with contextlib.suppress(OSError):
                     status = path.stat(follow_symlinks=False)
                     yield _Entry(status.st_mtime_ns, status.st_size, path)
@@ -129,6 +142,14 @@ class StageCache:
     @staticmethod
     def _path(directory: Path, stage: str, key: str) -> Path:
         return directory / stage / key[:2] / key
+
+
+def _is_ours(parts: Sequence[str]) -> bool:
+    """Return whether a path below the cache is one of `<stage>/<two digits>/<entry>`."""
+    _stage, folder, entry, *below = (*parts, "", "", "")[: max(3, len(parts))]
+    if _OUR_FOLDER.fullmatch(folder) is None:
+        return False
+    return entry.startswith(_OUR_BUILD) if below else _OUR_FILE.fullmatch(entry) is not None
 
 
 def write_atomic(path: Path, data: bytes, *, is_durable: bool = True) -> None:
@@ -172,13 +193,15 @@ def scratch_directory() -> Iterator[Path]:
 
 def _pack(parts: Mapping[str, bytes]) -> bytes:
     body = b"".join(parts.values())
-    header = canonical_bytes(
-        {
-            "parts": [[name, len(data)] for name, data in parts.items()],
-            "sha256": sha256_hex(body),
-        }
-    )
+    table: list[Json] = [[name, len(data)] for name, data in parts.items()]
+    header = canonical_bytes({"parts": table, "sha256": _digest(table, body)})
     return b"".join((MAGIC, len(header).to_bytes(_LENGTH_BYTES, "little"), header, body))
+
+
+def _digest(table: Json, body: bytes | memoryview) -> str:
+    digest = hashlib.sha256(canonical_bytes({"parts": table}))
+    digest.update(body)
+    return digest.hexdigest()
 
 
 def _unpack(data: bytes) -> dict[str, bytes]:
@@ -187,12 +210,14 @@ def _unpack(data: bytes) -> dict[str, bytes]:
         raise ContractError("not a cache entry")
     end = start + int.from_bytes(data[len(MAGIC) : start], "little")
     header = parse_object(data[start:end])
-    if header.get("sha256") != sha256_hex(memoryview(data)[end:]):
+    table = header.get("parts")
+    if header.get("sha256") != _digest(table, memoryview(data)[end:]):
         raise ContractError("the cache entry is torn")
     parts: dict[str, bytes] = {}
-    table = header.get("parts")
-    for item in table if isinstance(table, list) else ():
-        name, size = item
+    for item in require_list(table, "parts", MAX_PARTS):
+        name, size = (*require_list(item, "part", 2), None, None)[:2]
+        name = require_text(name, "name", MAX_PART_NAME)
+        size = require_integer(size, "size", 0, len(data) - end)
         parts[name] = data[end : end + size]
         end += size
     return parts

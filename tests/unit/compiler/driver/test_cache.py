@@ -1,11 +1,13 @@
 """The stage cache: whole entries or none, whatever happened to the file."""
 
 import errno
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from compiler.contract.canonical import canonical_bytes, sha256_hex
 from compiler.driver.cache import (
     StageCache,
     StageUse,
@@ -132,10 +134,49 @@ def test_it_counts_but_never_trims_what_belongs_to_the_c_compiler(tmp_path) -> N
     foreign = tmp_path / "toolchain" / "zig" / "h"
     foreign.mkdir(parents=True)
     (foreign / "manifest").write_bytes(b"x" * 10)
-    (tmp_path / "toolchain" / "ab.so").write_bytes(b"y" * 20)
+    built = tmp_path / "toolchain" / KEY[:2] / f"{KEY}.so"
+    built.parent.mkdir()
+    built.write_bytes(b"y" * 20)
     assert cache.use_by_stage() == {"toolchain": StageUse(2, 30)}
     assert cache.trim() == 20
     assert (foreign / "manifest").exists()
+
+
+def test_it_leaves_alone_what_it_did_not_write(tmp_path) -> None:
+    """A cache may be pointed at a folder that holds somebody's files."""
+    cache = StageCache(tmp_path, limit_bytes=0)
+    strange = ("letter.txt", "plan/letter.txt", "a/b/c/d", "plan/ab/letter", f"ab/{KEY}", KEY)
+    for name in strange:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"dear")
+    leftover = tmp_path / "toolchain" / "ab" / ".build-x" / "out"
+    leftover.parent.mkdir(parents=True)
+    leftover.write_bytes(bytes(7))
+    (tmp_path / "plan" / "ab" / "tmpx.partial").write_bytes(bytes(3))
+    cache.put("plan", KEY, PARTS)
+    size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert cache.trim() == size - 4 * len(strange)
+    assert {name for name in strange if (tmp_path / name).exists()} == set(strange)
+    assert not leftover.exists()
+    assert cache.use_by_stage() == {}
+
+
+def test_it_takes_an_entry_with_an_altered_table_for_absent(cache) -> None:
+    cache.put("plan", KEY, PARTS)
+    path = _entry(cache)
+    whole = path.read_bytes()
+    for at in range(whole.index(b"sha256")):
+        for bit in (1, 4, 16):
+            data = bytearray(whole)
+            data[at] ^= bit
+            path.write_bytes(data)
+            assert cache.get("plan", KEY) is None
+    for table in ("[1]", "[[]]", "[[1,2]]", '[["plan",-1]]', '[["plan",99]]', "null", "{}"):
+        parts = json.loads(table)
+        digest = sha256_hex(canonical_bytes({"parts": parts}) + b"abc")
+        header = canonical_bytes({"parts": parts, "sha256": digest})
+        path.write_bytes(b"SFCACHE2" + len(header).to_bytes(4, "little") + header + b"abc")
+        assert cache.get("plan", KEY) is None
 
 
 def test_it_survives_readers_writers_and_trimmers_at_once(tmp_path) -> None:
