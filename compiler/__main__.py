@@ -1,9 +1,36 @@
-"""`python -m compiler`: see `compiler.driver.cli`."""
+"""`python -m compiler`: see `compiler.driver.cli`, and here what a process needs around it."""
 
+import io
+import os
+import signal
 import sys
+from pathlib import Path
+from types import FrameType
+
+TERMINATED = 128 + signal.SIGTERM
+"""As a shell reports a process that SIGTERM ended."""
+
+
+def _terminate(_number: int, _frame: FrameType | None) -> None:
+    """Leave as after Ctrl-C: children are killed, and temporary folders go."""
+    raise SystemExit(TERMINATED)
+
+
+def _prepare() -> None:
+    """Take SIGTERM, and streams that are closed or know fewer characters than names have."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
 
 if __name__ == "__main__":
     try:
+        _prepare()
         from compiler.driver.cli import main
 
         status = main()

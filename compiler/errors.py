@@ -1,6 +1,21 @@
 """Errors of the compiler: one root, a stable code per class, a hint where one helps."""
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+MAX_MESSAGE: Final = 4_000
+"""Characters of a message: names in a file may be as long as the file."""
+_LINE: Final = "\n"
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with every character that is not printable written as an escape.
+
+    Names come from strangers' files and end on terminals, in logs and in XML: line ends, control
+    sequences and marks that turn the direction of writing stand there as `\n`, `\x1b`, `\u202e`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class CompilerError(Exception):
@@ -21,10 +36,23 @@ class CompilerError(Exception):
         self.hint = hint
 
 
+class UsageError(CompilerError):
+    """An argument or option makes no sense: exit status 2 of the command line."""
+
+    code: ClassVar[str] = "build.user.arguments"
+
+
 class UserModelError(CompilerError):
-    """The submission itself is at fault: tell the submitter and do not retry."""
+    """The submission itself is at fault: tell the submitter and do not retry.
+
+    Message and hint are printable and of bounded length, whatever the names in the submission are.
+    """
 
     code: ClassVar[str] = "build.user.model"
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        hints = [_bounded(line) for line in hint.split(_LINE)]
+        super().__init__(_bounded(message), hint=_LINE.join(hints))
 
 
 class UnsupportedOperatorError(UserModelError):
@@ -68,3 +96,11 @@ class SparsityInvariantError(CompilerError):
     """A pass claims zeros that the program before it does not have; the build must stop."""
 
     code: ClassVar[str] = "build.app.sparsity_invariant"
+
+
+def _bounded(text: str) -> str:
+    """Return `text` printable, its middle left out if it is long."""
+    half = MAX_MESSAGE // 2
+    if len(text) > MAX_MESSAGE:
+        text = f"{text[:half]} ... {text[-half:]}"
+    return printable(text)

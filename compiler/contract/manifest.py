@@ -32,6 +32,8 @@ SCHEMA: Final = "sparsefleet.release/1"
 MAX_MANIFEST_BYTES: Final = 8 * 1024 * 1024
 MAX_SECTIONS: Final = 65_536
 MAX_PLANES: Final = 65_536
+MAX_RELEASE_SEQ: Final = 1 << 53
+MAX_SECURITY_EPOCH: Final = 1 << 31
 NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 VERIFIED_ON: Final = (
     "device",
@@ -150,8 +152,10 @@ def parse_manifest(data: bytes) -> ReleaseManifest:
     manifest = ReleaseManifest(
         model=_name(document["model"], "model"),
         version=_name(document["version"], "version"),
-        release_seq=require_integer(document["release_seq"], "release_seq", 1, 1 << 53),
-        security_epoch=require_integer(document["security_epoch"], "security_epoch", 0, 1 << 31),
+        release_seq=require_integer(document["release_seq"], "release_seq", 1, MAX_RELEASE_SEQ),
+        security_epoch=require_integer(
+            document["security_epoch"], "security_epoch", 0, MAX_SECURITY_EPOCH
+        ),
         target=_name(document["target"], "target"),
         plan_abi=require_integer(document["plan_abi"], "plan_abi", 1, 1 << 16),
         requires=_requirements(document["requires"]),

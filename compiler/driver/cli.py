@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Final
 
 from compiler.contract.errors import ContractError
-from compiler.driver.commands.base import Command, Console, UsageError
-from compiler.errors import CompilerError, UserModelError
+from compiler.driver.commands.base import Command, Console
+from compiler.errors import CompilerError, UsageError, UserModelError
 from compiler.hardware.targets import UnknownTargetError
 
 OK: Final = 0

@@ -4,6 +4,7 @@ import argparse
 from dataclasses import fields
 from typing import Final
 
+from compiler.errors import LimitError, UsageError
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 
 _MEANINGS: Final = {
@@ -37,6 +38,10 @@ def limits_of(options: argparse.Namespace) -> ImportLimits:
     """Return the limits that the options ask for.
 
     Raises:
-        LimitError: One of them is not positive.
+        UsageError: One of them is out of range.
     """
-    return ImportLimits(**{item.name: getattr(options, item.name) for item in fields(ImportLimits)})
+    given = {item.name: getattr(options, item.name) for item in fields(ImportLimits)}
+    try:
+        return ImportLimits(**given)
+    except LimitError as error:
+        raise UsageError(str(error), hint=error.hint) from error

@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
-from compiler.contract.manifest import NAME_PATTERN, ReleaseManifest
+from compiler.contract.manifest import (
+    MAX_RELEASE_SEQ,
+    MAX_SECURITY_EPOCH,
+    NAME_PATTERN,
+    ReleaseManifest,
+)
 from compiler.contract.planes import Plane
 from compiler.contract.selftest import MIN_VECTORS
 from compiler.driver.cache import DEFAULT_LIMIT_BYTES
-from compiler.errors import CompilerError
+from compiler.errors import UsageError
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 
 STAGES: Final = ("import", "raise", "quantise", "plan", "kernels", "selftest", "manifest")
@@ -66,23 +71,30 @@ class CompileOptions:
     def __post_init__(self) -> None:
         for name in ("model", "version"):
             if NAME_PATTERN.fullmatch(getattr(self, name)) is None:
-                raise CompilerError(
+                raise UsageError(
                     f"{name} {getattr(self, name)!r} cannot be released",
                     hint=f"a {name} matches {NAME_PATTERN.pattern}",
                 )
         if self.selftest_vectors < MIN_VECTORS:
-            raise CompilerError(f"a self-test has at least {MIN_VECTORS} vectors")
+            raise UsageError(f"a self-test has at least {MIN_VECTORS} vectors")
         if self.cache_limit_bytes < 0:
-            raise CompilerError("a cache limit is a number of bytes, 0 keeps nothing")
+            raise UsageError("a cache limit is a number of bytes, 0 keeps nothing")
         if self.layout_workspace_bytes < 0:
-            raise CompilerError("a workspace is a number of bytes, 0 allows none")
+            raise UsageError("a workspace is a number of bytes, 0 allows none")
         if not 0.0 <= self.accuracy_budget < 1.0:
-            raise CompilerError(
+            raise UsageError(
                 f"an accuracy budget of {self.accuracy_budget:g}",
                 hint="state a share of all questions such as 0.003; 0 loses nothing",
             )
-        if self.release_seq < 1 or self.security_epoch < 0:
-            raise CompilerError("release_seq starts at 1, security_epoch at 0")
+        for name, low, high in (
+            ("release_seq", 1, MAX_RELEASE_SEQ),
+            ("security_epoch", 0, MAX_SECURITY_EPOCH),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise UsageError(
+                    f"{name} {getattr(self, name)} cannot be released",
+                    hint=f"a {name} is a number from {low} to {high}",
+                )
 
 
 @dataclass(frozen=True, slots=True)

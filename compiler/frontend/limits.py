@@ -15,6 +15,10 @@ from compiler.errors import LimitError
 
 _MIB = 1 << 20
 _GIB = 1 << 30
+MAX_COUNT = (1 << 63) - 1
+"""What the system takes as a size of memory."""
+MAX_SECONDS = 1e8
+"""Three years; the system's alarm clock takes no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,12 @@ class ImportLimits:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if getattr(self, item.name) <= 0:
-                raise LimitError(f"limit {item.name} must be positive", hint=hint_for(item.name))
+            most = MAX_SECONDS if item.name == "max_seconds" else MAX_COUNT
+            if not 0 < getattr(self, item.name) <= most:  # NaN is neither
+                raise LimitError(
+                    f"limit {item.name} must be positive and at most {most}",
+                    hint=hint_for(item.name),
+                )
 
 
 DEFAULT_LIMITS = ImportLimits()

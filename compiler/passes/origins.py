@@ -24,6 +24,7 @@ from xdsl.ir import Operation, SSAValue
 
 from compiler.dialects.movement import MOVEMENT_OPS
 from compiler.dialects.sp import ConstantOp
+from compiler.errors import printable
 
 Sources = tuple[int, ...]
 """Numbers of nodes, ascending."""
@@ -62,8 +63,8 @@ class Origins:
     _became: dict[Operation, list[Operation]] = field(default_factory=dict)
 
     def add_node(self, component: str, name: str, operator: str) -> int:
-        """Number a node of a file."""
-        self.nodes.append(SourceNode(component, name, operator))
+        """Number a node of a file; its name is kept printable, for pictures and reports."""
+        self.nodes.append(SourceNode(component, printable(name), printable(operator)))
         return len(self.nodes) - 1
 
     def of(self, op: Operation) -> Sources:

@@ -3,22 +3,17 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Final
 
 from compiler.contract.canonical import Json
-from compiler.errors import CompilerError
+from compiler.errors import UsageError, printable
 
 BAR_CELLS: Final = 24
+_LINE: Final = "\n"
 _UNITS: Final = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
-
-
-class UsageError(CompilerError):
-    """An argument makes no sense: exit status 2."""
-
-    code: ClassVar[str] = "build.user.arguments"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +77,24 @@ class Console:
     def show(self, answer: Answer) -> None:
         """Print what a command found."""
         self.clear()
-        text = json.dumps(answer.document, indent=1) if self._as_json else "\n".join(answer.lines)
+        text = json.dumps(answer.document, indent=1) if self._as_json else _shown(answer.lines)
         sys.stdout.write(text + "\n" if text else "")
         sys.stdout.flush()
 
     def fail(self, error: Exception | str, hint: str, code: str) -> None:
         """Print an error: a line, its hints and, with `--json`, a document."""
         self.clear()
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {_shown(str(error).split(_LINE))}\n")
         for line in hint.splitlines():
-            sys.stderr.write(f"hint: {line}\n")
+            sys.stderr.write(f"hint: {printable(line)}\n")
         if self._as_json:
             document = {"error": {"code": code, "message": str(error), "hint": hint}}
             sys.stdout.write(json.dumps(document, indent=1) + "\n")
+
+
+def _shown(lines: Iterable[str]) -> str:
+    """Return lines in which no name from a file can steer the terminal."""
+    return _LINE.join(printable(part) for line in lines for part in line.split(_LINE))
 
 
 def size_bytes(text: str) -> int:

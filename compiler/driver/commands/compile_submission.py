@@ -13,7 +13,6 @@ from compiler.driver.commands.base import (
     Answer,
     Command,
     Console,
-    UsageError,
     require_writable,
     shown_bytes,
     size_bytes,
@@ -22,6 +21,7 @@ from compiler.driver.commands.base import (
 from compiler.driver.compile import compile_model
 from compiler.driver.limit_options import add_limit_options, limits_of
 from compiler.driver.options import CompileOptions
+from compiler.errors import UsageError
 from compiler.frontend.pipeline_json import FILE_NAME
 from compiler.hardware.targets import TARGETS
 

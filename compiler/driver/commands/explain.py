@@ -13,7 +13,6 @@ from compiler.driver.commands.base import (
     Answer,
     Command,
     Console,
-    UsageError,
     require_writable,
     shown_bytes,
 )
@@ -23,6 +22,7 @@ from compiler.driver.explain.sources import origins_of
 from compiler.driver.explain.svg import svg_text
 from compiler.driver.explain.text import check_text, explain_lines, node_lines
 from compiler.driver.native_check import runs_here, take_times
+from compiler.errors import UsageError
 from compiler.hardware.targets import find_target
 
 TIMEOUT_SECONDS: Final = 120.0

@@ -10,7 +10,8 @@ from shlex import quote
 from typing import Final, TypeVar
 
 from compiler.contract.canonical import Json
-from compiler.driver.commands.base import Answer, Command, Console, UsageError, require_writable
+from compiler.driver.commands.base import Answer, Command, Console, require_writable
+from compiler.errors import UsageError
 from compiler.frontend.describe import write_submission
 from compiler.frontend.families import FamilyOptions, write_family_submission
 from compiler.frontend.pipeline_json import FILE_NAME

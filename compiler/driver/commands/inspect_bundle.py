@@ -13,7 +13,8 @@ from compiler.contract.plan import Plan, PlanCall, parse_plan
 from compiler.contract.plan_format import DTYPE_NAMES, Direction
 from compiler.contract.selftest import parse_selftest
 from compiler.driver.bundle_files import IR, read_bundle, read_text
-from compiler.driver.commands.base import Answer, Command, Console, UsageError, shown_bytes, table
+from compiler.driver.commands.base import Answer, Command, Console, shown_bytes, table
+from compiler.errors import UsageError
 
 HEADING: Final = re.compile(r"^// ==== (\w+) ====$", re.MULTILINE)
 MAP_CELLS: Final = 64

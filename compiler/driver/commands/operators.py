@@ -4,7 +4,8 @@ import argparse
 from dataclasses import asdict
 
 from compiler.contract.canonical import Json
-from compiler.driver.commands.base import Answer, Command, Console, UsageError, table
+from compiler.driver.commands.base import Answer, Command, Console, table
+from compiler.errors import UsageError
 from compiler.frontend.operator_table import How, as_markdown, operator_table
 
 

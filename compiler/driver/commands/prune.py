@@ -16,9 +16,10 @@ from compiler.driver.choose_pruning import (
     rule_json,
     sweep,
 )
-from compiler.driver.commands.base import Answer, Command, Console, UsageError, table
+from compiler.driver.commands.base import Answer, Command, Console, table
 from compiler.driver.native_check import runs_here
 from compiler.driver.provenance import CALIBRATION
+from compiler.errors import UsageError
 from compiler.frontend.pipeline_json import LEAST_MASS
 from compiler.hardware.targets import find_target
 

@@ -20,14 +20,14 @@ from compiler.contract.session import PlanRunner
 from compiler.driver.bundle_files import MANIFEST, read_bundle
 from compiler.driver.bundle_simulator import module_of
 from compiler.driver.cache import StageCache, write_atomic
-from compiler.driver.commands.base import Answer, Command, Console, UsageError, require_writable
+from compiler.driver.commands.base import Answer, Command, Console, require_writable
 from compiler.driver.kernel_stage import find_kernels, make_kernels
 from compiler.driver.limit_options import add_limit_options, limits_of
 from compiler.driver.lowering import lower_submission
 from compiler.driver.native_check import host_target, runs_here
 from compiler.driver.stages import StageClock
 from compiler.emitters.plan import emit_plan
-from compiler.errors import SelfTestError
+from compiler.errors import SelfTestError, UsageError
 from compiler.hardware.targets import find_target
 from compiler.kernels.program import Module, Program
 from compiler.quant.module import pack_module

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from xml.etree import ElementTree
 
+import onnx
 import pytest
 
 from compiler.driver import cache, cli
@@ -59,8 +61,21 @@ def test_it_turns_errors_into_lines_and_a_status(
         (["compile", "{}", "--target", "x86-64-v3", "--out", "{}/o"], 1, "pipeline.json"),
         (
             ["compile", "{}", "--target", "x86-64-v3", "--out", "{}/o", "--model", "A/B"],
-            3,
+            2,
             "model 'A/B' cannot be released",
+        ),
+        *(
+            (["compile", "{}", "--target", "x86-64-v3", "--out", "{}/o", *option], 2, message)
+            for option, message in (
+                (["--release-seq", "-1"], "release_seq -1 cannot be released"),
+                (["--release-seq", "9" * 20], "release_seq 99999999999999999999 cannot"),
+                (["--security-epoch", "9" * 20], "security_epoch 99999999999999999999 cannot"),
+                (["--max-seconds", "nan"], "limit max_seconds must be positive"),
+                (["--max-seconds", "inf"], "limit max_seconds must be positive"),
+                (["--max-seconds", "1e300"], "limit max_seconds must be positive"),
+                (["--max-nodes", "0"], "limit max_nodes must be positive"),
+                (["--max-memory-bytes", "9" * 20], "limit max_memory_bytes must be positive"),
+            )
         ),
         (["compile", "{}", "--target", "x86-64-v3", "--out", "{}/file/o"], 2, "file is a file"),
         (["compile", "{}", "--target", "x86-64-v3"], 2, "compile needs --out"),
@@ -226,3 +241,89 @@ def test_it_shows_the_usage_of_the_command_that_got_an_unknown_option(capsys) ->
     shown = capsys.readouterr().err
     assert "usage: python -m compiler compile" in shown
     assert "unrecognized arguments: --output o" in shown
+
+
+EVIL = "e\x1b[31mVIL\n\x9b\u202e<"
+
+
+def _evil_submission(directory: Path) -> Path:
+    """Write a model whose nodes have names that could steer a terminal."""
+    write_block(directory, mlp_block)
+    model = onnx.load(directory / "model.onnx")
+    for at, node in enumerate(model.graph.node):
+        node.name = f"{EVIL}{at}"
+    (directory / "model.onnx").write_bytes(model.SerializeToString())
+    return directory
+
+
+def test_no_name_of_a_file_steers_the_terminal_or_breaks_the_picture(tmp_path, capsys) -> None:
+    _evil_submission(tmp_path / "s")
+    out = str(tmp_path / "o")
+    line = ["compile", str(tmp_path / "s"), "--target", "x86-64-v1", "--out", out]
+    assert cli.main(line) == cli.OK
+    svg = tmp_path / "o.svg"
+    assert cli.main(["explain", out, "--svg", str(svg)]) == cli.OK
+    assert cli.main(["inspect", out, "plan", "weights"]) == cli.OK
+    shown = capsys.readouterr()
+    assert "e\\x1b[31mVIL" in shown.out
+    assert all(line.isprintable() for line in (shown.out + shown.err).split("\n"))
+    ElementTree.fromstring(svg.read_text())
+
+
+def test_errors_are_printable_and_of_bounded_length(tmp_path, capsys) -> None:
+    error = MalformedModelError(f"node {EVIL}" + "x" * 10**6, hint=f"look at {EVIL[:9]}\nand more")
+    assert len(str(error)) < 5_000
+    assert str(error).isprintable()
+    assert error.hint.count("\n") <= 2
+    Console(as_json=False).fail(ToolchainError(f"{EVIL}"), EVIL, "code")
+    assert all(line.isprintable() for line in capsys.readouterr().err.split("\n"))
+
+
+def _module(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = f'exec "{sys.executable}" -m compiler {line}'
+    return subprocess.run(
+        ["sh", "-c", command],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_it_speaks_to_closed_streams_and_to_ascii(tmp_path) -> None:
+    for streams in (">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"):
+        assert _module(f"targets {streams}").returncode == cli.OK
+    done = _module(
+        'import "$FILE" --out "$FILE/o"',
+        FILE=str(tmp_path / "\udcff\u2026"),
+        LC_ALL="C",
+        PYTHONCOERCECLOCALE="0",
+        PYTHONUTF8="0",
+    )
+    assert done.returncode == cli.BAD_ARGUMENTS
+    assert "does not exist" in done.stderr
+
+
+def test_sigterm_ends_it_like_ctrl_c(tmp_path) -> None:
+    """Stopped in the self-test, whose child would run on and whose folder would stay."""
+    submission = write_block(tmp_path / "s", mlp_block)
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    options = ["--target", "x86-64-v1", "--out", str(tmp_path / "o")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "compiler", "compile", str(submission), *options],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stderr is not None
+        while "kernels" not in running.stderr.readline():
+            assert running.poll() is None
+        while not list(folder.iterdir()):
+            assert running.poll() is None
+        running.terminate()
+        assert running.wait(60) == 143
+    assert list(folder.iterdir()) == []
+    assert not (tmp_path / "o").exists()

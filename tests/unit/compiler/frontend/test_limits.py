@@ -61,8 +61,9 @@ def test_views_are_free_of_charge(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [item.name for item in fields(ImportLimits)])
 def test_a_limit_is_positive(name: str) -> None:
-    with pytest.raises(LimitError, match=name):
-        ImportLimits(**{name: 0})
+    for value in (0, -1, 10**300, float("nan"), float("inf")):
+        with pytest.raises(LimitError, match=name):
+            ImportLimits(**{name: value})
 
 
 def test_time_is_bounded() -> None:
