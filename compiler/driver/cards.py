@@ -5,14 +5,17 @@ holds cards, each a row of `images` and questions `{"kind", "prompt", "words", "
 answer as tokens of the vocabulary.
 """
 
+import lzma
+import math
 import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Any, Final, Literal
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from compiler.contract.canonical import Json, parse_object
@@ -38,12 +41,18 @@ MAX_JSON_BYTES: Final = 256 * 1024 * 1024
 MAX_IMAGE_BYTES: Final = 1024 * 1024 * 1024
 _UNREADABLE: Final = (
     ValueError,
+    TypeError,
     KeyError,
     EOFError,
-    NotImplementedError,
+    RuntimeError,  # a password, an unknown compression, calls nested too deep
+    MemoryError,
     zipfile.BadZipFile,
     zlib.error,
+    lzma.LZMAError,
 )
+_MEMBER: Final = "images.npy"
+_VERSION: Final = (1, 0)
+"""Of the array format; the header of later ones may itself be gigabytes."""
 _FIELDS: Final = frozenset(("schema", "images", "cards"))
 _CARD_FIELDS: Final = frozenset(("image", "questions"))
 _QUESTION_FIELDS: Final = frozenset(("kind", "prompt", "words", "answer"))
@@ -82,7 +91,7 @@ def read_cards(directory: Path, stem: str, image: ImageSpec) -> tuple[Card, ...]
             not have the size that the pipeline states.
     """
     try:
-        document = _document((directory / f"{stem}.json").read_bytes(), stem)
+        document = _document(_bytes(directory / f"{stem}.json"), stem)
         images = _images(directory / f"{stem}.npz", image)
         cards = require_list(document["cards"], "cards", MAX_CARDS)
         return tuple(_card(item, images) for item in cards)
@@ -115,6 +124,12 @@ def _reason(error: ContractError | OSError) -> str:
     return f"{Path(error.filename).name}: {error.strerror}"
 
 
+def _bytes(path: Path) -> bytes:
+    """Return the bytes of a document, or a few too many for its parser if it is too long."""
+    with path.open("rb") as file:
+        return file.read(MAX_JSON_BYTES + 1)
+
+
 def _document(data: bytes, stem: str) -> Mapping[str, Json]:
     document = require_fields(parse_object(data, limit_bytes=MAX_JSON_BYTES), _FIELDS, stem)
     if document["schema"] != SCHEMA or document["images"] != f"{stem}.npz":
@@ -123,21 +138,33 @@ def _document(data: bytes, stem: str) -> Mapping[str, Json]:
 
 
 def _images(path: Path, spec: ImageSpec) -> NDArray[np.uint8]:
+    """Return the pictures of an archive: nothing is unpacked before its size is known to fit."""
+    shape = (spec.height, spec.width, spec.channels)[: 2 if spec.channels == 1 else 3]
     try:
-        with zipfile.ZipFile(path) as listing:
-            size = listing.getinfo("images.npy").file_size
-        if size > MAX_IMAGE_BYTES:
-            raise ContractError(f"{path.name} unpacks to {size} bytes, limit {MAX_IMAGE_BYTES}")
-        with np.load(path, allow_pickle=False) as archive:
-            images: NDArray[np.uint8] = archive["images"]
+        with zipfile.ZipFile(path) as archive, archive.open(_MEMBER) as stream:
+            found, is_fortran, dtype = _header(stream)
+            if dtype != np.uint8 or found[1:] != shape:
+                raise ContractError(
+                    f"images are {dtype} {found[1:]}, the pipeline says uint8 {shape}"
+                )
+            size = math.prod(found)
+            if not 0 <= size <= MAX_IMAGE_BYTES:
+                raise ContractError(f"{path.name} unpacks to {size} bytes, limit {MAX_IMAGE_BYTES}")
+            data = stream.read(size + 1)
     except _UNREADABLE as error:
         raise ContractError(f"{path.name} is not an archive with `images`: {error}") from error
-    shape = (spec.height, spec.width, spec.channels)[: 2 if spec.channels == 1 else 3]
-    if images.dtype != np.uint8 or images.shape[1:] != shape:
-        raise ContractError(
-            f"images are {images.dtype} {images.shape[1:]}, the pipeline says uint8 {shape}"
-        )
-    return images
+    if len(data) != size:
+        raise ContractError(f"{path.name} holds another number of bytes than its shape says")
+    order: Literal["C", "F"] = "F" if is_fortran else "C"
+    return np.frombuffer(data, np.uint8).reshape(found, order=order)
+
+
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return shape, order and type of the array that `stream` holds in format NPY."""
+    version = npy.read_magic(stream)
+    if version != _VERSION:
+        raise ContractError(f"`images` has version {version} of its format, not {_VERSION}")
+    return npy.read_array_header_1_0(stream)
 
 
 def _card(value: Json, images: NDArray[np.uint8]) -> Card:

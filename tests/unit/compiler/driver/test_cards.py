@@ -1,6 +1,8 @@
 """Cards: the format of calibration and evaluation sets, and what breaks it."""
 
+import io
 import json
+import zipfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -96,9 +98,77 @@ def test_it_never_takes_altered_bytes_for_pictures(tmp_path) -> None:
 
 
 def test_it_refuses_a_bomb_before_unpacking_it(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(cards_module, "MAX_IMAGE_BYTES", 100)
+    monkeypatch.setattr(cards_module, "MAX_IMAGE_BYTES", 11)
     with pytest.raises(MalformedModelError, match="unpacks to"):
         read_cards(_write(tmp_path), "evaluation", SPEC)
+
+
+def _array(shape, dtype="|u1", body=bytes(12), version=b"\1\0") -> bytes:
+    """Return a member of an archive whose header says what it likes."""
+    text = f"{{'descr': {dtype!r}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY" + version + len(text).to_bytes(2, "little") + text + body
+
+
+def _archive(*members, method=zipfile.ZIP_DEFLATED) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", method) as archive:
+        for name, data in members:
+            archive.writestr(name, data)
+    return stream.getvalue()
+
+
+def _locked(data: bytes) -> bytes:
+    """Return an archive that says that it needs a password."""
+    changed = bytearray(data)
+    for mark, offset in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        changed[changed.find(mark) + offset] |= 1
+    return bytes(changed)
+
+
+def _torn(data: bytes) -> bytes:
+    changed = bytearray(data)
+    start = data.find(b"images.npy") + 16
+    changed[start : start + 14] = bytes(byte ^ 0x5A for byte in data[start : start + 14])
+    return bytes(changed)
+
+
+GOOD = ("images.npy", _array((2, 2, 3)))
+HOSTILE = {
+    "a shape of terabytes": _archive(("images.npy", _array((1 << 40, 2, 3)))),
+    "a shape beyond 64 bits": _archive(("images.npy", _array((1 << 62, 2, 3)))),
+    "a negative shape": _archive(("images.npy", _array((-2, 2, 3)))),
+    "fewer bytes than its shape": _archive(("images.npy", _array((3, 2, 3)))),
+    "more bytes than its shape": _archive(("images.npy", _array((1, 2, 3)))),
+    "a pickle": _archive(("images.npy", _array((1, 2, 3), "|O", b"cos\nsystem\n."))),
+    "no header": _archive(("images.npy", _array("[]:1"))),
+    "a header of gigabytes": _archive(("images.npy", _array((2, 2, 3), version=b"\2\0"))),
+    "another member": _archive(("images", _array((2, 2, 3)))),
+    "a password": _locked(_archive(GOOD)),
+    "torn bzip2": _torn(_archive(GOOD, method=zipfile.ZIP_BZIP2)),
+    "torn lzma": _torn(_archive(GOOD, method=zipfile.ZIP_LZMA)),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_it_refuses_hostile_archives(tmp_path, what) -> None:
+    _write(tmp_path)
+    (tmp_path / "evaluation.npz").write_bytes(HOSTILE[what])
+    with pytest.raises(MalformedModelError, match="evaluation set") as caught:
+        read_cards(tmp_path, "evaluation", SPEC)
+    assert caught.value.hint
+
+
+def test_it_reads_the_member_whose_size_it_has_checked(tmp_path) -> None:
+    _write(tmp_path)
+    data = _archive(("images", b"not pictures"), ("images.npy", _array((2, 2, 3))))
+    (tmp_path / "evaluation.npz").write_bytes(data)
+    assert [card.image for card in read_cards(tmp_path, "evaluation", SPEC)] == [bytes(6)] * 2
+
+
+def test_it_reads_pictures_in_either_order(tmp_path) -> None:
+    expected = read_cards(_write(tmp_path), "evaluation", SPEC)
+    found = read_cards(_write(tmp_path, images=np.asfortranarray(IMAGES)), "evaluation", SPEC)
+    assert found == expected
 
 
 def test_it_names_a_missing_file_without_its_folder(tmp_path) -> None:
