@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from types import FrameType
 
@@ -36,4 +37,7 @@ if __name__ == "__main__":
         status = main()
     except KeyboardInterrupt:  # before `main` could take it
         status = 130
+    except Exception:  # noqa: BLE001 - a defect of ours; Python's own status would blame the user
+        traceback.print_exc()
+        status = 3
     sys.exit(status)

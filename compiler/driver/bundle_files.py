@@ -3,13 +3,14 @@
 manifest.json  sections/<component> ...  report.json  ir.mlir  kernels.c
 """
 
+import errno
 import json
 from pathlib import Path
 from typing import Any, Final
 
 from compiler.contract.canonical import sha256_hex
 from compiler.contract.errors import ContractError, DigestMismatchError
-from compiler.contract.manifest import ReleaseManifest, parse_manifest
+from compiler.contract.manifest import MAX_MANIFEST_BYTES, ReleaseManifest, parse_manifest
 from compiler.driver.cache import write_atomic
 from compiler.driver.options import CompiledBundle
 
@@ -18,6 +19,7 @@ SECTIONS: Final = "sections"
 REPORT: Final = "report.json"
 IR: Final = "ir.mlir"
 SOURCE: Final = "kernels.c"
+MAX_REPORT_BYTES: Final = 256 * 1024 * 1024
 
 
 def write_bundle(bundle: CompiledBundle, directory: Path) -> None:
@@ -59,9 +61,9 @@ def read_bundle(directory: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
         DigestMismatchError: A section is not the one the manifest names.
     """
     try:
-        manifest = parse_manifest((directory / MANIFEST).read_bytes())
+        manifest = parse_manifest(_read(directory / MANIFEST, MAX_MANIFEST_BYTES))
         sections = {
-            section.component: (directory / SECTIONS / section.component).read_bytes()
+            section.component: _read(directory / SECTIONS / section.component, section.size_bytes)
             for section in manifest.sections
         }
     except OSError as error:
@@ -75,6 +77,14 @@ def read_bundle(directory: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
     return manifest, sections
 
 
+def _read(path: Path, most: int) -> bytes:
+    """Return at most one byte more than `most` of a regular file; no pipe or device is opened."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with path.open("rb") as file:
+        return file.read(most + 1)
+
+
 def read_report(directory: Path) -> dict[str, Any]:
     """Read the report of a bundle directory.
 
@@ -82,8 +92,8 @@ def read_report(directory: Path) -> dict[str, Any]:
         ContractError: It is missing or no JSON object.
     """
     try:
-        report = json.loads((directory / REPORT).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        report = json.loads(_read(directory / REPORT, MAX_REPORT_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise ContractError(f"no report in {directory}: {error}") from error
     if not isinstance(report, dict):
         raise ContractError(f"the report in {directory} is not an object")

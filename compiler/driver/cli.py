@@ -40,6 +40,7 @@ _SYSTEM_HINTS: Final[Mapping[int, str]] = MappingProxyType(
         errno.EMFILE: "raise the limit of open files, for example `ulimit -n 4096`",
     }
 )
+_SYSTEM: Final = "build.app.system"
 _PACKAGE: Final = "compiler.driver.commands"
 COMMANDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
@@ -85,10 +86,11 @@ def _run(words: Sequence[str]) -> int:
     except (CompilerError, ContractError) as error:
         console.fail(error, error.hint, error.code)
         return _status(error)
+    except MemoryError:
+        console.fail("out of memory", "give the process more, or compile a smaller model", _SYSTEM)
+        return OUR_FAULT
     except OSError as error:
-        console.fail(
-            _system_message(error), _SYSTEM_HINTS.get(error.errno or 0, ""), "build.app.system"
-        )
+        console.fail(_system_message(error), _SYSTEM_HINTS.get(error.errno or 0, ""), _SYSTEM)
         return OUR_FAULT
     return OK
 

@@ -22,7 +22,7 @@ from compiler.frontend.evaluate import needed
 from compiler.frontend.function_bodies import inline_operators
 from compiler.frontend.onnx_file import external_files, read_model
 from compiler.frontend.operator_check import require_operators
-from compiler.frontend.pipeline_json import FILE_NAME, SCHEMA, read_pipeline
+from compiler.frontend.pipeline_json import FILE_NAME, SCHEMA, parse_pipeline, read_pipeline
 from compiler.passes.pipeline_spec import (
     FAMILY_GRAPH,
     QUANTISE_NONE,
@@ -85,13 +85,15 @@ def write_submission(
     }
     document = _document(entries, list(model.graph.output), quantise)
     _check_operators(model, source.name)
+    text = json.dumps(document, indent=1, sort_keys=True) + "\n"
+    parse_pipeline(text.encode())  # what it refuses is not written
     data_files = external_files(source)
     _check_file_names(data_files, source.name)
     out.mkdir(parents=True, exist_ok=True)
     for name in data_files:
         _copy(source.parent / name, out / name)
     _copy(source, out / MODEL_FILE)
-    (out / FILE_NAME).write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    (out / FILE_NAME).write_text(text)
     return read_pipeline(out)
 
 

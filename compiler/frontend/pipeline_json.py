@@ -4,6 +4,7 @@ Every key is known, every role fits its component, every number is in range; any
 `MalformedModelError` that says where.
 """
 
+import errno
 import re
 from collections.abc import Mapping
 from math import prod
@@ -70,6 +71,8 @@ FAMILIES: Final[Mapping[str, Mapping[str, _Roles]]] = MappingProxyType(
         ),
     }
 )
+MAX_INTEGER: Final = 1 << 64
+"""Of a number that may also have a fraction."""
 _REPEATABLE: Final = frozenset(
     {"constant", "unused", "past_key", "past_value", "present_key", "present_value"}
 )
@@ -83,13 +86,21 @@ def read_pipeline(directory: Path) -> PipelineSpec:
     """
     path = directory / FILE_NAME
     try:
-        data = path.read_bytes()
+        data = _read(path)
     except OSError as error:
         raise MalformedModelError(
             f"{FILE_NAME} cannot be read: {error.strerror}",
             hint=f"a submission is a directory with {FILE_NAME} and the ONNX files it names",
         ) from error
     return parse_pipeline(data)
+
+
+def _read(path: Path) -> bytes:
+    """Return a regular file, or a byte too many of it; no pipe or device is opened."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file")
+    with path.open("rb") as file:
+        return file.read(MAX_PIPELINE_BYTES + 1)
 
 
 def parse_pipeline(data: bytes) -> PipelineSpec:
@@ -177,6 +188,8 @@ class _Reader:
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise MalformedModelError(f"{self.where}: {key!r} must be a number")
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise MalformedModelError(f"{self.where}: {key!r} is beyond {MAX_INTEGER}")
         return float(value)
 
     def texts(self, key: str) -> tuple[str, ...]:

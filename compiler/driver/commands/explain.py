@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from compiler.contract.errors import ContractError
+from compiler.contract.manifest import ReleaseManifest
 from compiler.contract.plan import parse_plan
 from compiler.contract.selftest import parse_selftest
 from compiler.driver.bundle_files import read_bundle, read_report
@@ -44,6 +46,24 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
         require_writable(options.svg.parent)
     manifest, sections = read_bundle(options.bundle)
     report = read_report(options.bundle)
+    try:
+        return _explain(options, console, manifest, sections, report)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        # no digest covers the report: whoever edited it decides what stands there
+        raise ContractError(
+            f"the report in {options.bundle} is not as `compile` writes it"
+            f" ({type(error).__name__}: {error})",
+            hint="compile again; the cache makes it quick",
+        ) from error
+
+
+def _explain(
+    options: argparse.Namespace,
+    console: Console,
+    manifest: ReleaseManifest,
+    sections: Mapping[str, bytes],
+    report: Mapping[str, Any],
+) -> Answer:
     explained = report.get("explained")
     if options.measure or explained is None:
         console.progress("times", 0.0)

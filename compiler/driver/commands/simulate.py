@@ -3,7 +3,9 @@
 import argparse
 import contextlib
 import io
+import lzma
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,10 @@ SEED: Final = 1
 SHOWN_VALUES: Final = 6
 MAX_JSON_BYTES: Final = 256 * 1024 * 1024
 _DTYPES: Final[Mapping[str, Any]] = {"f32": np.float32, "i32": np.int32, "u8": np.uint8}
+_UNREADABLE: Final = (
+    *(ValueError, TypeError, AttributeError, OverflowError, EOFError, RuntimeError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+)
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -173,20 +179,27 @@ def _read(path: Path) -> Arrays:
     try:
         if path.suffix == ".json":
             document = parse_object(path.read_bytes(), limit_bytes=MAX_JSON_BYTES)
-            return {role: np.array(value) for role, value in document.items()}
+            return _numbers({role: np.array(value) for role, value in document.items()})
         with zipfile.ZipFile(path):
             pass  # what else numpy reads holds one array, or none
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            return {role: archive[role] for role in archive.files}
+            return _numbers({role: archive[role] for role in archive.files})
     except OSError as error:
         raise ContractError(
             f"{path} cannot be read: {error.strerror or error}", hint="name a .npz or .json file"
         ) from error
-    except (ValueError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise ContractError(
             f"{path} is no .npz or .json of arrays: {error}",
             hint="numpy.savez(FILE, ROLE=ARRAY) writes one, as does JSON of ROLE: nested lists",
         ) from error
+
+
+def _numbers(arrays: Arrays) -> Arrays:
+    for role, array in arrays.items():
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"{role} holds something else than numbers")
+    return arrays
 
 
 def _native(model: _Model, cache_dir: Path | None) -> NativePlan:

@@ -1,6 +1,7 @@
 """Bundles on disk, the base of grids, and options."""
 
 import dataclasses
+import os
 
 import numpy as np
 import pytest
@@ -141,3 +142,15 @@ def test_it_reports_stages_in_order() -> None:
     assert list(rows) == ["import", "raise", "quantise", "plan", "kernels", "selftest", "manifest"]
     assert rows["import"] is True
     assert rows["selftest"] is False
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "sections/plan", "report.json"])
+def test_it_opens_no_pipe_and_no_device(tmp_path, name) -> None:
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        write_bundle(BUNDLE, tmp_path)
+        (tmp_path / name).unlink()
+        make(tmp_path / name)
+        read = read_report if name == "report.json" else read_bundle
+        with pytest.raises(ContractError, match="not a regular file"):
+            read(tmp_path)
+        (tmp_path / name).unlink()

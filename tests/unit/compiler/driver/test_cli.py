@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import subprocess
 import sys
@@ -268,6 +269,56 @@ def test_no_name_of_a_file_steers_the_terminal_or_breaks_the_picture(tmp_path, c
     assert "e\\x1b[31mVIL" in shown.out
     assert all(line.isprintable() for line in (shown.out + shown.err).split("\n"))
     ElementTree.fromstring(svg.read_text())
+
+
+NO_REPORTS = [
+    {"explained": 1},
+    {"explained": {"programs": []}},
+    {"stages": 1},
+    {"stages": [{}]},
+    {"explain": [[]]},
+    {"sqnr_db": 1},
+    {"notes": [1]},
+]
+
+
+def test_a_report_that_compile_did_not_write_is_refused(tmp_path, capsys) -> None:
+    submission, out = write_block(tmp_path / "s", mlp_block), tmp_path / "o"
+    assert cli.main(["compile", str(submission), "--target", "x86-64-v1", "--out", str(out)]) == 0
+    report = json.loads((out / "report.json").read_text())
+    for change in NO_REPORTS:
+        (out / "report.json").write_text(json.dumps({**report, **change}))
+        assert cli.main(["explain", str(out), "--svg", str(tmp_path / "o.svg")]) == cli.USER_FAULT
+        assert "is not as `compile` writes it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [[{}] * 8, ["a"] * 8, [None] * 8, {"a": 1}, [10**30] * 8, []])
+def test_inputs_that_are_no_numbers_are_refused(tmp_path, capsys, value) -> None:
+    submission = write_block(tmp_path / "s", mlp_block)
+    (tmp_path / "in.json").write_text(json.dumps({"tensor": value}))
+    line = ["simulate", str(submission), "--run", f"forward={tmp_path / 'in.json'}"]
+    assert cli.main(line) == cli.USER_FAULT
+    assert "hint: " in capsys.readouterr().err
+
+
+def test_a_defect_of_ours_ends_with_its_own_status(tmp_path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import compiler.driver.cli as cli\n\n\ndef main():\n    raise KeyError('defect')\n\n\n"
+        "cli.main = main\n"
+    )
+    done = _module("targets", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.returncode == cli.OUR_FAULT
+    assert "KeyError: 'defect'" in done.stderr
+
+
+def test_running_out_of_memory_is_an_error_with_a_hint(monkeypatch, capsys, tmp_path) -> None:
+    def run(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(compile_submission, "compile_model", run)
+    line = ["compile", str(tmp_path), "--target", "x86-64-v1", "--out", str(tmp_path / "o")]
+    assert cli.main(line) == cli.OUR_FAULT
+    assert "error: out of memory\nhint: " in capsys.readouterr().err
 
 
 def test_errors_are_printable_and_of_bounded_length(tmp_path, capsys) -> None:

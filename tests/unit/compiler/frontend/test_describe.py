@@ -188,3 +188,10 @@ def test_it_may_lie_beside_its_model(tmp_path: Path) -> None:
     (source.parent / "two.data").write_bytes(bytes(16))
     write_submission(source, source.parent, PINNED, {"rate": 0.5})
     import_pipeline(source.parent)
+
+
+def test_it_writes_nothing_that_cannot_be_read_back(tmp_path: Path) -> None:
+    for dims, rate in (({"batch": 1 << 40, "x:1": 3}, 0.5), (PINNED, float("nan"))):
+        with pytest.raises(MalformedModelError, match=r"pipeline\.json"):
+            write_submission(model(tmp_path), tmp_path / "s", dims, {"rate": rate})
+        assert not (tmp_path / "s").exists()

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ def test_it_reads_how_to_prune() -> None:
         ("prune", {"mode": "top_p", "p": 0.8, "merge": -1}, "from 0 to"),
         ("prune", {"mode": "top_p", "p": 0.8, "score": "column"}, "'score' is 'column'"),
         ("image/divide", 0, "positive"),
+        ("image/divide", 10**400, "beyond"),
         ("image/channels", 9, "from 1 to 4"),
         ("tokens/vocabulary", ["a", "a"], "distinct"),
         ("tokens/vocabulary", "abc", "list of strings"),
@@ -96,3 +98,13 @@ def test_it_tells_how_to_lay_out_a_submission(tmp_path: Path) -> None:
     with pytest.raises(MalformedModelError) as caught:
         read_pipeline(tmp_path)
     assert "a submission is a directory" in caught.value.hint
+
+
+def test_it_opens_no_pipe_and_no_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipeline.json")
+    with pytest.raises(MalformedModelError, match="not a regular file"):
+        read_pipeline(tmp_path)
+    (tmp_path / "pipeline.json").unlink()
+    (tmp_path / "pipeline.json").symlink_to("/dev/zero")
+    with pytest.raises(MalformedModelError, match="not a regular file"):
+        read_pipeline(tmp_path)
