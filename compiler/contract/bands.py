@@ -25,13 +25,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object
 from compiler.contract.errors import ContractError
 from compiler.contract.fields import require_fields, require_integer, require_list, require_text
 from compiler.contract.plan import Plan, PlanProgram
 from compiler.contract.plan_format import Direction
+from compiler.contract.session import Buffer, PlanRunner, RunnerBefore
 
 SCHEMA: Final = "sparsefleet.bands/1"
 STEP: Final = "step"
@@ -263,42 +264,15 @@ def _band(value: Json, questions: int) -> Band:
     )
 
 
-Buffer = bytes | bytearray | memoryview
-
-
-class Runner(Protocol):
-    """A loaded plan."""
-
-    @property
-    def kv_length(self) -> int:
-        """Rows in the key/value cache."""
-
-    @kv_length.setter
-    def kv_length(self, length: int) -> None:
-        """Forget every row from `length` on."""
-
-    def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
-        """Run one program."""
-
-
-class BandedRunner:
+class BandedRunner(RunnerBefore):
     """A plan runner whose `step` is the variant of the band that the last steps are in."""
 
-    def __init__(self, runner: Runner, bands: Bands) -> None:
+    def __init__(self, runner: PlanRunner, bands: Bands) -> None:
         """Start in no band: the first step is `step` itself."""
-        self._runner = runner
+        super().__init__(runner)
         self._bands = bands
         self.state = BandState()
         self.ran: dict[str, int] = {}
-
-    @property
-    def kv_length(self) -> int:
-        """Rows in the key/value cache."""
-        return self._runner.kv_length
-
-    @kv_length.setter
-    def kv_length(self, length: int) -> None:
-        self._runner.kv_length = length
 
     def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
         """Run a program; see `PlanRunner.run`."""

@@ -39,6 +39,23 @@ class PlanRunner(Protocol):
         """Run one program. Inputs and outputs are raw little-endian rows, by role."""
 
 
+class RunnerBefore:
+    """A runner that stands before another one and shares its cache; a subclass adds to it."""
+
+    def __init__(self, runner: PlanRunner) -> None:
+        """Stand before `runner`."""
+        self._runner = runner
+
+    @property
+    def kv_length(self) -> int:
+        """Rows in the key/value cache."""
+        return self._runner.kv_length
+
+    @kv_length.setter
+    def kv_length(self, length: int) -> None:
+        self._runner.kv_length = length
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What the model said.

@@ -31,7 +31,6 @@ from compiler.contract.bands import (
     Band,
     BandedRunner,
     Bands,
-    Buffer,
     is_within,
     mean_entropy,
     most_lost,
@@ -41,7 +40,7 @@ from compiler.contract.canonical import Json, canonical_bytes, parse_object
 from compiler.contract.pipeline import Pipeline, parse_pipeline
 from compiler.contract.plan import Plan
 from compiler.contract.selftest_process import load_plan
-from compiler.contract.session import PlanRunner
+from compiler.contract.session import Buffer, PlanRunner, RunnerBefore
 from compiler.driver.cards import Card, read_cards
 from compiler.driver.evaluate import answer_cards
 from compiler.driver.provenance import CALIBRATION
@@ -76,20 +75,12 @@ Changes = Callable[[Bands], tuple[int, int, Mapping[str, int]]]
 """Returns the questions that bands lose and win, and the steps taken, by program."""
 
 
-class _Listener:
+class _Listener(RunnerBefore):
     """A runner that keeps the entropies of the steps."""
 
     def __init__(self, runner: PlanRunner) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self.entropies: list[float] = []
-
-    @property
-    def kv_length(self) -> int:
-        return self._runner.kv_length
-
-    @kv_length.setter
-    def kv_length(self, length: int) -> None:
-        self._runner.kv_length = length
 
     def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
         outputs = self._runner.run(program, inputs)

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 from compiler.contract.errors import ContractError
 from compiler.contract.pipeline import Pipeline
-from compiler.contract.session import Buffer, PlanRunner, Session
+from compiler.contract.session import Buffer, PlanRunner, RunnerBefore, Session
 from device_agent.errors import AnswerError
 from device_agent.runtime.bundle import ClosableRunner, LoadedBundle
 
@@ -87,22 +87,13 @@ class Answerer(Protocol):
         """Free the native memory."""
 
 
-class TimeoutRunner:
+class TimeoutRunner(RunnerBefore):
     """A plan that stops between two native calls when the answer takes too long."""
 
     def __init__(self, runner: PlanRunner, monotonic: Callable[[], float]) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._monotonic = monotonic
         self.deadline = float("inf")
-
-    @property
-    def kv_length(self) -> int:
-        """Rows in the key/value cache."""
-        return self._runner.kv_length
-
-    @kv_length.setter
-    def kv_length(self, length: int) -> None:
-        self._runner.kv_length = length
 
     def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
         """Run one program.
