@@ -23,6 +23,7 @@ from compiler.contract.plan_format import (
     Kind,
     Record,
 )
+from tests.factories.hostile_plans import FEATURES
 from tests.factories.kernels import Case
 from tests.factories.modules import small_decoder
 
@@ -296,3 +297,25 @@ def test_it_runs_the_surviving_mutants_without_a_crash() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[-1]) > 1
+
+
+FEATURE_MUTANTS = 120
+
+
+def test_no_damage_to_plans_and_weights_of_newer_features_crashes() -> None:
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.factories.hostile_plans", str(FEATURE_MUTANTS)],
+        cwd=root,
+        env={"PYTHONPATH": str(root), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(FEATURES)
+    for line in lines:
+        refused, ran, _ = (int(part.split()[0]) for part in line.partition(": ")[2].split(", "))
+        assert 0 < refused < FEATURE_MUTANTS, line
+        assert ran > 0, line
