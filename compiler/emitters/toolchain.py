@@ -1,7 +1,8 @@
 """Run the C compiler and what it made.
 
 Results are kept in a content-addressed folder: the key is the digest of source, flags and compiler
-version, files appear by rename, so any number of processes may share the folder.
+version, files appear by rename, so any number of processes may share the folder. A file ends with
+the digest of what stands before it: one that a power cut left torn is made again.
 """
 
 import contextlib
@@ -75,8 +76,8 @@ def compile_c(
     command = ("-target", target.triple, f"-mcpu={target.mcpu}", *flags)
     key = hashlib.sha256("\0".join((_compiler_version(), *command, source)).encode()).hexdigest()
     kept = cache_dir / key[:2] / f"{key}{suffix}"
-    with contextlib.suppress(FileNotFoundError):  # never made, or trimmed from the cache meanwhile
-        result = kept.read_bytes()
+    result = _whole(kept)
+    if result is not None:
         with contextlib.suppress(OSError):  # the cache forgets what was used longest ago
             os.utime(kept)
         return result
@@ -84,8 +85,20 @@ def compile_c(
     with tempfile.TemporaryDirectory(dir=kept.parent, prefix=".build-") as folder:
         made = _run(Path(folder), source, command, cache_dir / "zig")
         result = made.read_bytes()
+        with made.open("ab") as file:
+            file.write(hashlib.sha256(result).digest())
         made.replace(kept)
     return result
+
+
+def _whole(kept: Path) -> bytes | None:
+    """Return what a file of the folder holds, or None if it is not there whole."""
+    try:
+        data = kept.read_bytes()
+    except FileNotFoundError:  # never made, or trimmed from the cache meanwhile
+        return None
+    size = max(0, len(data) - hashlib.sha256().digest_size)
+    return data[:size] if hashlib.sha256(data[:size]).digest() == data[size:] else None
 
 
 def run_program(program: bytes, emulator: Sequence[str], standard_input: bytes) -> bytes:

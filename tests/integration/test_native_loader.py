@@ -1,6 +1,7 @@
 """Loading: wrong kernels, wrong sections, leftovers, threads."""
 
 import gc
+import hashlib
 import threading
 from pathlib import Path
 
@@ -194,8 +195,18 @@ def test_it_builds_the_same_bytes_in_another_folder(tmp_path: Path) -> None:
     second = build_kernels(find_target(HOST), ops, tmp_path / "two")
     assert first == second
     kept = [path for path in (tmp_path / "one").rglob("*.so") if "zig" not in path.parts]
-    assert [path.read_bytes() for path in kept] == [first]
+    assert [path.read_bytes() for path in kept] == [first + hashlib.sha256(first).digest()]
     assert build_kernels(find_target(HOST), ops, tmp_path / "one") == first
+
+
+def test_it_builds_again_what_is_torn_in_its_folder(tmp_path: Path) -> None:
+    first = build_kernels(find_target(HOST), {Op.ADD}, tmp_path)
+    (kept,) = (path for path in tmp_path.rglob("*.so") if "zig" not in path.parts)
+    whole = kept.read_bytes()
+    for torn in (b"", whole[:31], whole[:100], whole[:-1], whole + b"x", bytes(len(whole))):
+        kept.write_bytes(torn)
+        assert build_kernels(find_target(HOST), {Op.ADD}, tmp_path) == first
+        assert kept.read_bytes() == whole
 
 
 def test_it_drops_kernels_that_are_not_used() -> None:
