@@ -39,6 +39,8 @@ MAX_CANDIDATES: Final = 400
 RANDOM_PROMPTS: Final = 64
 GRAPH_ROWS: Final = (1, 2, 3, 5, 8, 13)
 SEED: Final = 20_240
+NAMED: Final = 12
+"""Experts that an error lists; a router may have a thousand."""
 _INTEGERS: Final = {"i32": "<i4", "u8": "u1"}
 
 
@@ -144,12 +146,17 @@ def make_selftest(
     runner.kv_length = 0
     if missing:
         raise SelfTestError(
-            "no self-test vector reaches " + ", ".join(sorted(missing, key=expert_place)),
+            "no self-test vector reaches " + _listed(sorted(missing, key=expert_place)),
             hint="add calibration cards that use these experts, or prune them",
         )
     if len(kept) < vectors:
         raise SelfTestError(f"only {len(kept)} self-test vectors, {vectors} are needed")
     return SelfTest(tuple(kept), _by_layer(reached))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 class _Record(Protocol):

@@ -131,6 +131,12 @@ def test_it_names_the_experts_that_nothing_reaches() -> None:
         )
 
 
+def test_it_names_a_dozen_of_a_thousand_experts_that_nothing_reaches() -> None:
+    absent = [f"expert.L9.E{at}" for at in range(1000)]
+    with pytest.raises(SelfTestError, match=r"expert\.L9\.E11 and 988 more$"):
+        make_selftest(ExpertPlan(), PIPELINE, _cards(8), absent, 16)
+
+
 def test_it_makes_the_same_vectors_twice() -> None:
     first, second = (
         make_selftest(ExpertPlan(), PIPELINE, _cards(3), ["expert.L0.E6"], 16).to_bytes()
