@@ -7,12 +7,14 @@ MAX_MESSAGE: Final = 4_000
 _LINE: Final = "\n"
 
 
-def printable(text: str) -> str:
+def printable(text: str | bytes) -> str:
     r"""Return `text` with every character that is not printable written as an escape.
 
     Names come from strangers' files and end on terminals, in logs and in XML: line ends, control
     sequences and marks that turn the direction of writing stand there as `\n`, `\x1b`, `\u202e`.
     """
+    if isinstance(text, bytes):  # protobuf's answer to a name that is no UTF-8
+        text = text.decode("utf-8", "backslashreplace")
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -46,12 +48,18 @@ class UserModelError(CompilerError):
     """The submission itself is at fault: tell the submitter and do not retry.
 
     Message and hint are printable and of bounded length, whatever the names in the submission are.
+
+    Attributes:
+        usual_hint: The hint where none is given.
     """
 
     code: ClassVar[str] = "build.user.model"
+    usual_hint: ClassVar[str] = (
+        "mend what the message names, in the file or in pipeline.json, or export the model again"
+    )
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        hints = [_bounded(line) for line in hint.split(_LINE)]
+        hints = [_bounded(line) for line in (hint or self.usual_hint).split(_LINE)]
         super().__init__(_bounded(message), hint=_LINE.join(hints))
 
 

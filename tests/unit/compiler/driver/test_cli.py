@@ -321,6 +321,24 @@ def test_running_out_of_memory_is_an_error_with_a_hint(monkeypatch, capsys, tmp_
     assert "error: out of memory\nhint: " in capsys.readouterr().err
 
 
+def test_a_name_that_is_no_utf8_is_shown_as_an_escape(tmp_path) -> None:
+    """The parser of ONNX files gives bytes for it."""
+    submission = write_block(tmp_path / "s", mlp_block)
+    model = onnx.load(submission / "model.onnx")
+    for node in model.graph.node:
+        node.name = "qqqq"
+    data = model.SerializeToString().replace(b"qqqq", b"q\xff\xfeq")
+    (submission / "model.onnx").write_bytes(data)
+    line = ["compile", str(submission), "--target", "x86-64-v1", "--out", str(tmp_path / "o")]
+    assert cli.main(line) == cli.OK
+    assert r"q\\xff\\xfeq" in (tmp_path / "o" / "report.json").read_text()
+
+
+def test_a_refused_submission_always_has_a_hint() -> None:
+    assert MalformedModelError("input 'x' twice").hint.startswith("mend what the message names")
+    assert MalformedModelError("input 'x' twice", hint="drop one").hint == "drop one"
+
+
 def test_errors_are_printable_and_of_bounded_length(tmp_path, capsys) -> None:
     error = MalformedModelError(f"node {EVIL}" + "x" * 10**6, hint=f"look at {EVIL[:9]}\nand more")
     assert len(str(error)) < 5_000
