@@ -13,9 +13,10 @@ native code, or in its own process in the simulator where this machine runs no t
     python -m compiler.driver.band_trial BUNDLE_DIRECTORY SUBMISSION_DIRECTORY
 """
 
+import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,6 +44,7 @@ from compiler.contract.selftest_process import load_plan
 from compiler.contract.session import Buffer, PlanRunner, RunnerBefore
 from compiler.driver.cards import Card, read_cards
 from compiler.driver.evaluate import answer_cards
+from compiler.driver.forks import map_forked
 from compiler.driver.provenance import CALIBRATION
 
 MAX_LOSS: Final = 5_000
@@ -95,6 +97,7 @@ def try_bands(
     cards: Sequence[Card],
     top_k: int,
     max_loss: int = MAX_LOSS,
+    each: Callable[[Callable[[int], Band], Sequence[int]], Iterable[Band]] = map,
 ) -> Trial:
     """Return the bands of a plan whose variants are called `step.band<k>`.
 
@@ -104,6 +107,7 @@ def try_bands(
         cards: At least one question.
         top_k: Experts per token of `step`; there is a variant for every smaller number.
         max_loss: The most accuracy that may be lost, millionths.
+        each: `map`, or one that tries several bands at once.
     """
     listener = _Listener(runner)
     before = _marks(listener, pipeline, cards)
@@ -117,8 +121,9 @@ def try_bands(
         return pairs.count((True, False)), pairs.count((False, True)), banded.ran
 
     if len(measured) >= LEAST_BANDS:
-        rows = tuple(_chosen(bands, at, top_k, changes) for at in range(len(measured)))
-        bands = replace(bands, bands=rows)
+        alone = bands
+        rows = each(lambda at: _chosen(alone, at, top_k, changes), range(len(measured)))
+        bands = replace(bands, bands=tuple(rows))
     return _together(bands, top_k, changes)
 
 
@@ -204,6 +209,12 @@ def _marks(runner: PlanRunner, pipeline: Pipeline, cards: Sequence[Card]) -> lis
     return [outcome.is_right for outcome in answer_cards(runner, pipeline, cards)]
 
 
+def _at_once(choose: Callable[[int], Band], places: Sequence[int]) -> list[Band]:
+    """Choose several bands at the same time, each in a copy of this process."""
+    texts = map_forked(lambda at: json.dumps(asdict(choose(at))), places)
+    return [Band(**json.loads(text)) for text in texts]
+
+
 def main(bundle: Path, submission: Path) -> int:
     """Print the trial of a bundle as JSON."""
     pipeline = parse_pipeline((bundle / "pipeline").read_bytes())
@@ -211,7 +222,7 @@ def main(bundle: Path, submission: Path) -> int:
         return 1
     cards = read_cards(submission, CALIBRATION, pipeline.image)
     with load_plan(bundle) as plan:
-        trial = try_bands(plan, pipeline, cards, top_k_of(plan.plan))
+        trial = try_bands(plan, pipeline, cards, top_k_of(plan.plan), each=_at_once)
     sys.stdout.write(trial_bytes(trial).decode())
     return 0
 
