@@ -37,7 +37,13 @@ from compiler.frontend.family_parts import (
 from compiler.frontend.importer import import_pipeline
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.frontend.onnx_file import read_model
-from compiler.frontend.pipeline_json import FILE_NAME, MAX_CONTEXT, SCHEMA, read_pipeline
+from compiler.frontend.pipeline_json import (
+    FILE_NAME,
+    MAX_CONTEXT,
+    MAX_VOCABULARY,
+    SCHEMA,
+    read_pipeline,
+)
 from compiler.passes.functions import arguments, function, results
 from compiler.passes.pipeline_spec import FAMILY_VISION, PipelineSpec
 
@@ -293,12 +299,15 @@ def _vocabulary(source: Path, least: int) -> list[str]:
     table = model.get("vocab") if isinstance(model, dict) else None
     entries = table.items() if isinstance(table, dict) else ()
     texts = {at: text for text, at in entries if isinstance(at, int) and at >= 0}
-    for entry in document.get("added_tokens") or ():
+    added = document.get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("id"), int):
             texts[entry["id"]] = str(entry.get("content"))
     if not texts:
         raise MalformedModelError("tokenizer.json has no vocabulary of texts and ids")
     size = max(least, max(texts) + 1)
+    if size > MAX_VOCABULARY:
+        raise MalformedModelError(f"tokenizer.json has token {size - 1}, limit {MAX_VOCABULARY}")
     return [texts.get(at, f"<unused {at}>") for at in range(size)]
 
 

@@ -11,6 +11,7 @@ import onnx
 import pytest
 
 from compiler.errors import MalformedModelError
+from compiler.frontend import families
 from compiler.frontend.families import FamilyOptions, token_grid, write_family_submission
 from compiler.frontend.family_files import find_family
 from compiler.kernels.program import KvCache, Module
@@ -231,3 +232,16 @@ def test_it_finds_the_grid_of_a_pictures_tokens(
 def test_it_refuses_tokens_that_make_no_grid(count: int, height: int, width: int) -> None:
     with pytest.raises(MalformedModelError, match=f"has {count} tokens, which make no grid"):
         token_grid(count, height, width)
+
+
+@pytest.mark.parametrize("change", [{"added_tokens": True}, {"added_tokens": [{"id": 2**62}]}])
+def test_it_survives_a_hostile_tokenizer(tmp_path: Path, change) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    document = {"model": {"vocab": {"a": 0}}, **change}
+    (source / "tokenizer.json").write_text(json.dumps(document))
+    if change["added_tokens"] is True:
+        assert families._vocabulary(source, 2) == ["a", "<unused 1>"]
+    else:
+        with pytest.raises(MalformedModelError, match="limit"):
+            families._vocabulary(source, 2)
