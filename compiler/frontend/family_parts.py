@@ -19,6 +19,8 @@ from compiler.frontend.values import Array
 PIXEL_LEVELS: Final = 255.0
 PREFIX: Final = "second/"
 TOLERANCE: Final = 1e-6
+MOST: Final = 1_000_000
+"""No mean or deviation of pixels is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,16 @@ class Normalisation:
             return Normalisation()
         mean, std = config.get("image_mean", [0.0] * 3), config.get("image_std", [1.0] * 3)
         good = all(
-            isinstance(row, list) and len(row) == 3 and all(isinstance(x, int | float) for x in row)
+            isinstance(row, list)
+            and len(row) == 3
+            and all(isinstance(x, int | float) and abs(x) <= MOST for x in row)
             for row in (mean, std)
         )
-        if not good or not np.isfinite([*mean, *std]).all() or min(std) <= 0:
-            raise MalformedModelError("image_mean and image_std must be three numbers each")
+        if not good or min(std) <= 0:
+            raise MalformedModelError(
+                f"image_mean and image_std must be three numbers each, at most {MOST}",
+                hint="preprocessor_config.json says them; deviations are above 0",
+            )
         return Normalisation(tuple(map(float, mean)), tuple(map(float, std)))
 
     @property

@@ -152,6 +152,10 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 Damage = Callable[[Path], None]
 
 
+def preprocess(folder: Path, **changes: Any) -> None:
+    edit(folder / "preprocessor_config.json", lambda config: config.update(changes))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -184,6 +188,10 @@ Damage = Callable[[Path], None]
         (
             lambda d: edit(d / "preprocessor_config.json", lambda c: c.update(image_std=[0, 1, 1])),
             "image_mean and image_std",
+        ),
+        *(
+            (lambda d, bad=bad: preprocess(d, image_mean=bad), "image_mean and image_std")
+            for bad in ([10**400, 0, 0], [float("nan"), 0, 0], ["0", 0, 0], {"r": 0}, [0, 0], None)
         ),
     ],
 )
