@@ -1,51 +1,45 @@
 """Forked copies: a plain loop's results, errors and nothing left behind."""
 
-import os
-import signal
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
-import pytest
-
-from compiler.driver.forks import map_forked
-from compiler.errors import SelfTestError
+ROOT = Path(__file__).resolve().parents[4]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 9])
-@pytest.mark.parametrize("count", [0, 1, 2, 7])
-def test_it_gives_what_a_loop_gives_in_its_order(workers: int, count: int) -> None:
-    assert map_forked(lambda item: f"{item}", range(count), workers) == [
-        f"{item}" for item in range(count)
-    ]
+def called(name: str) -> Any:
+    command = [sys.executable, "-m", "tests.factories.forking", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_it_gives_what_a_loop_gives_in_its_order() -> None:
+    expected = [[f"{item}" for item in range(count)] for count in (0, 1, 2, 7)]
+    assert called("order") == expected * 4
 
 
 def test_it_works_in_other_processes_and_leaves_none() -> None:
-    found = [int(text) for text in map_forked(lambda _: f"{os.getpid()}", range(4), 2)]
+    answer = called("processes")
+    found = answer["found"]
     assert found[0] == found[2] != found[1] == found[3]
-    assert os.getpid() not in found
-    for pid in set(found):
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    assert answer["mine"] not in found
+    assert answer["alive"] == []
 
 
 def test_it_raises_what_a_copy_raised() -> None:
-    def refuse(item: int) -> str:
-        if item == 2:
-            raise ValueError("two is refused")
-        return ""
-
-    with pytest.raises(SelfTestError, match="ValueError: two is refused"):
-        map_forked(refuse, range(4), 2)
+    assert called("refused") == "ValueError: two is refused"
 
 
 def test_it_tells_that_a_copy_was_killed() -> None:
-    def die(item: int) -> str:
-        if item == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return ""
-
-    with pytest.raises(SelfTestError, match="without a result"):
-        map_forked(die, range(2), 2)
+    assert "ended without a result" in called("killed")
 
 
 def test_it_carries_more_than_a_pipe_holds() -> None:
-    found = map_forked(lambda item: f"{item}" * 300_000, range(3), 2)
-    assert [len(data) for data in found] == [300_000] * 3
+    assert called("long") == [300_000] * 3
+
+
+def test_it_forks_nothing_in_a_process_of_several_threads() -> None:
+    assert called("threads") is True
