@@ -20,6 +20,7 @@ from compiler.errors import MalformedModelError
 from compiler.frontend.contrib_bodies import expand_contrib
 from compiler.frontend.evaluate import needed
 from compiler.frontend.function_bodies import inline_operators
+from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.frontend.onnx_file import external_files, read_model
 from compiler.frontend.operator_check import require_operators
 from compiler.frontend.pipeline_json import FILE_NAME, SCHEMA, parse_pipeline, read_pipeline
@@ -56,6 +57,7 @@ def write_submission(
     constants: Mapping[str, float],
     *,
     quantise: str = QUANTISE_NONE,
+    limits: ImportLimits = DEFAULT_LIMITS,
 ) -> PipelineSpec:
     """Write a submission directory for one ONNX file.
 
@@ -65,6 +67,7 @@ def write_submission(
         dims: Sizes of free axes by name, or by `input:axis`.
         constants: Values of inputs that are fixed once and for all, by input name.
         quantise: `none` keeps weights as they are, `w4` stores large matrices in four bits.
+        limits: What reading the file may cost; the caller holds time and memory within them.
 
     Returns:
         The description, as read back from what was written.
@@ -73,8 +76,9 @@ def write_submission(
         MalformedModelError: The file is broken; a size or constant names nothing in the file; or
             axes are left open: the message lists them and the hint says how to give them.
         UnsupportedOperatorError: Operators have no rule; the message names them all.
+        LimitError: The file is larger than the limits.
     """
-    model = read_model(source)
+    model = read_model(source, limits)
     initializers = {item.name for item in model.graph.initializer}
     inputs = [info for info in model.graph.input if info.name not in initializers]
     shapes = _pinned(inputs, dims, constants)

@@ -10,10 +10,13 @@ from shlex import quote
 from typing import Final, TypeVar
 
 from compiler.contract.canonical import Json
+from compiler.driver.bounds import bounded
 from compiler.driver.commands.base import Answer, Command, Console, require_writable
+from compiler.driver.limit_options import add_limit_options, limits_of
 from compiler.errors import UsageError
 from compiler.frontend.describe import write_submission
 from compiler.frontend.families import FamilyOptions, write_family_submission
+from compiler.frontend.limits import ImportLimits
 from compiler.frontend.pipeline_json import FILE_NAME
 from compiler.passes.pipeline_spec import QUANTISE_NONE, PipelineSpec, Port
 
@@ -60,6 +63,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         ("--max-answer-tokens", "where an answer is cut off (directory; default: 256)"),
     ):
         parser.add_argument(name, type=int, metavar="N", help=what)
+    add_limit_options(parser)
 
 
 def _run(options: argparse.Namespace, console: Console) -> Answer:
@@ -67,8 +71,10 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
     require_writable(options.out)
     is_family = options.source.is_dir()
     _refuse_others(options, FILE_OPTIONS if is_family else FAMILY_OPTIONS, is_family=is_family)
+    limits = limits_of(options)
     console.progress("import", 0.0)
-    spec = _import_family(options) if is_family else _import_file(options)
+    with bounded(limits):
+        spec = _import_family(options, limits) if is_family else _import_file(options, limits)
     components: dict[str, Json] = {
         component.name: {
             "file": component.file,
@@ -110,22 +116,25 @@ def _shown(port: Port) -> str:
     return f"{port.name} (role {port.role}{sizes})"
 
 
-def _import_file(options: argparse.Namespace) -> PipelineSpec:
+def _import_file(options: argparse.Namespace, limits: ImportLimits) -> PipelineSpec:
     return write_submission(
         options.source,
         options.out,
         _pairs(options.dim, "--dim", int),
         _pairs(options.constant, "--constant", float),
         quantise=options.quantise or QUANTISE_NONE,
+        limits=limits,
     )
 
 
-def _import_family(options: argparse.Namespace) -> PipelineSpec:
+def _import_family(options: argparse.Namespace, limits: ImportLimits) -> PipelineSpec:
     given = {name: getattr(options, name) for name in FAMILY_OPTIONS}
     return write_family_submission(
         options.source,
         options.out,
-        FamilyOptions(**{name: value for name, value in given.items() if value is not None}),
+        FamilyOptions(
+            **{name: value for name, value in given.items() if value is not None}, limits=limits
+        ),
     )
 
 

@@ -173,17 +173,37 @@ def test_it_loads_nothing_of_the_passes_for_a_kept_submission() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_every_limit_is_an_option(tmp_path, capsys) -> None:
+def test_a_submission_beyond_a_limit_is_refused(tmp_path, capsys) -> None:
     write_block(tmp_path / "s", mlp_block)
     arguments = ["compile", str(tmp_path / "s"), "--target", "x86-64-v3", "--out", str(tmp_path)]
     assert cli.main([*arguments, "--max-nodes", "2"]) == cli.USER_FAULT
     printed = capsys.readouterr().err
     assert "the limit max_nodes is 2" in printed
     assert "hint: option --max-nodes" in printed
+
+
+@pytest.mark.parametrize("command", ["compile", "import"])
+def test_every_limit_is_an_option(capsys, command) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["compile", "--help"])
+        cli.main([command, "--help"])
     shown = capsys.readouterr().out
     assert all(f"--{f.name.replace('_', '-')}" in shown for f in fields(ImportLimits))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("max-file-bytes", "10"), ("max-nodes", "1"), ("max-seconds", "0.0001")],
+)
+def test_an_import_beyond_a_limit_is_refused_and_writes_nothing(
+    capsys, tmp_path, option, value
+) -> None:
+    source = next(write_block(tmp_path / "s", mlp_block).glob("*.onnx"))
+    arguments = ["import", str(source), "--out", str(tmp_path / "o"), f"--{option}", value]
+    assert cli.main(arguments) == cli.USER_FAULT
+    printed = capsys.readouterr().err
+    assert f"the limit {option.replace('-', '_')} is" in printed
+    assert f"hint: option --{option}" in printed
+    assert not (tmp_path / "o" / "pipeline.json").exists()
 
 
 def test_it_says_that_it_was_interrupted_and_leaves_no_bundle(
