@@ -10,6 +10,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -88,47 +89,70 @@ def peer_claim(name: str, ours: float, runs: Runs, per: int, bar: float, note: s
     return Claim(name, value, "us", best, peers.VERSION, peer, theirs / ours, bar, "host", note)
 
 
-def gemv_claims(target: str, reader: Reader) -> list[Claim]:
-    """Return decode products against the read limit and ONNX Runtime, on 1 and 2 threads."""
-    claims = []
-    made = linear_walk(N, K, MATRICES)
-    for threads, share, ratio in ((1, 0.85, 1.2), (2, 0.75, 1.05)):
-        candidates: dict[str, Run] = {
-            "limit": reader.read(threads),
-            "ours": loaded(target, made, (Op.LINEAR,), threads),
-        }
-        for block in BLOCKS:
-            run = peers.nbits_walk(N, K, MATRICES, block, 1, threads)
-            candidates[f"{peers.NAME} MatMulNBits block {block}"] = run
-        runs = measured(candidates)
-        ours = median(runs, "ours") / MATRICES
-        limit = median(runs, "limit") / reader.size * made.read_bytes / MATRICES
-        note = f"{K} -> {N}, one row, {threads} threads, cold, {target}"
-        claims.append(share_claim(f"kernels.gemv.share.{threads}t", ours, limit, share, note))
-        claims.append(
-            peer_claim(f"kernels.gemv.peer.{threads}t", ours, runs, MATRICES, ratio, note)
-        )
-    return claims
+@dataclass(frozen=True)
+class Walk:
+    """One of our plans that walks cold weights, and its peer.
+
+    Attributes:
+        name: Part of the claims' ids.
+        made: The plan.
+        op: Its operation.
+        steps: How often a run does what is measured.
+        what: What that is, for the note.
+        peer: Returns a peer's run for a block size and a number of threads.
+        peer_name: What the peer runs.
+        bars: By threads: the share of the read limit, and the ratio to the peer.
+    """
+
+    name: str
+    made: Synthetic
+    op: Op
+    steps: int
+    what: str
+    peer: Callable[[int, int], Run]
+    peer_name: str
+    bars: Mapping[int, tuple[float, float]]
 
 
-def moe_claims(target: str, reader: Reader) -> list[Claim]:
-    """Return the routed layer, one token, against the read limit and QMoE."""
+def gemv_walk() -> Walk:
+    """Return decode products."""
+
+    def peer(block: int, threads: int) -> Run:
+        return peers.nbits_walk(N, K, MATRICES, block, 1, threads)
+
+    made, what = linear_walk(N, K, MATRICES), f"{K} -> {N}, one row"
+    bars = {1: (0.85, 1.2), 2: (0.75, 1.05)}
+    return Walk("gemv", made, Op.LINEAR, MATRICES, what, peer, "MatMulNBits", bars)
+
+
+def routed_walk() -> Walk:
+    """Return routed layers, one token."""
+
+    def peer(block: int, threads: int) -> Run:
+        return peers.qmoe_walk(LAYERS, K, N, EXPERTS, block, threads)
+
+    made, what = moe_walk(LAYERS, K, N, EXPERTS), f"{EXPERTS} experts, top 2, {K}-{N}, SwiGLU"
+    bars = {1: (0.8, 1.2), 2: (0.7, 1.0)}
+    return Walk("moe", made, Op.MOE_LAYER, LAYERS, what, peer, "QMoE", bars)
+
+
+def walk_claims(target: str, reader: Reader, walk: Walk) -> list[Claim]:
+    """Return a walk against the read limit and against its peer, by number of threads."""
     claims = []
-    made = moe_walk(LAYERS, K, N, EXPERTS)
-    for threads, share, ratio in ((1, 0.8, 1.2), (2, 0.7, 1.0)):
+    for threads, (share, ratio) in walk.bars.items():
         candidates: dict[str, Run] = {
             "limit": reader.read(threads),
-            "ours": loaded(target, made, (Op.MOE_LAYER,), threads),
+            "ours": loaded(target, walk.made, (walk.op,), threads),
         }
         for block in BLOCKS:
-            run = peers.qmoe_walk(LAYERS, K, N, EXPERTS, block, threads)
-            candidates[f"{peers.NAME} QMoE block {block}"] = run
+            candidates[f"{peers.NAME} {walk.peer_name} block {block}"] = walk.peer(block, threads)
         runs = measured(candidates)
-        ours = median(runs, "ours") / LAYERS
-        limit = median(runs, "limit") / reader.size * made.read_bytes / LAYERS
-        note = f"{EXPERTS} experts, top 2, {K}-{N}, SwiGLU, {threads} threads, cold, {target}"
-        claims.append(share_claim(f"kernels.moe.share.{threads}t", ours, limit, share, note))
-        claims.append(peer_claim(f"kernels.moe.peer.{threads}t", ours, runs, LAYERS, ratio, note))
+        ours = median(runs, "ours") / walk.steps
+        limit = median(runs, "limit") / reader.size * walk.made.read_bytes / walk.steps
+        note = f"{walk.what}, {threads} threads, cold, {target}"
+        name = f"kernels.{walk.name}"
+        claims.append(share_claim(f"{name}.share.{threads}t", ours, limit, share, note))
+        claims.append(peer_claim(f"{name}.peer.{threads}t", ours, runs, walk.steps, ratio, note))
     return claims
 
 
@@ -225,8 +249,8 @@ def measure() -> list[Claim]:
         raise SystemExit("error: no target runs on this machine")
     reader = Reader(target.id, MATRICES * N * K // 2, CACHE)
     return [
-        *gemv_claims(target.id, reader),
-        *moe_claims(target.id, reader),
+        *walk_claims(target.id, reader, gemv_walk()),
+        *walk_claims(target.id, reader, routed_walk()),
         *sparse_claims(target.id),
         *prefill_claims(target.id),
         *call_claims(target.id),
