@@ -1,7 +1,7 @@
 # Developers' targets. Users need none of them: `python3 manage.py demo` and `python3 manage.py test` set up everything.
 PY ?= .venv/bin/python
 
-.PHONY: help env check format test full states openapi bench-answer bench-compile bench-kernels bench-layouts bench-prune demo lock lock-exporters
+.PHONY: help env check format test full states openapi bench-answer bench-compile bench-kernels bench-layouts bench-prune demo lock lock-exporters peers
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,7 +43,11 @@ bench-answer: env ## Whole answer of EdgeCard against ONNX Runtime f32
 bench-compile: env ## Compile EdgeCard cold, after one changed expert, unchanged, for a second target
 	$(PY) -m benchmarks.compile --check
 
-bench-kernels: env ## Products and routed layers against the read limit and ONNX Runtime
+peers: env ## What we measure against, once: ggml is built here, a few minutes and a C++ compiler
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_OPENMP=OFF -DLLAVA_BUILD=OFF" \
+	  $(PY) -m pip install --require-hashes -r requirements-peers.lock
+
+bench-kernels: peers ## Products and routed layers against the read limit, ONNX Runtime, ggml and OpenVINO
 	$(PY) -m benchmarks.kernels --check
 
 bench-layouts: env ## Layouts of pruned weights on held-out shapes: regret of the choice; run-time checks
@@ -55,6 +59,7 @@ bench-prune: env ## Adaptive pruning of EdgeCard: accuracy, rows kept, time
 lock: ## Resolve the lock files again from requirements*.in
 	$(PY) -m uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header requirements.in -o requirements.lock
 	$(PY) -m uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header requirements-dev.in -o requirements-dev.lock
+	$(PY) -m uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header requirements-peers.in -o requirements-peers.lock
 	$(PY) -m uv pip compile --universal --python-version 3.11 --no-deps --generate-hashes --no-emit-index-url --no-header requirements-models.in -o requirements-models.lock
 
 lock-exporters: ## The same for the exporters of examples/moe-exports; UV_FIND_LINKS names where torch for the CPU is

@@ -1,9 +1,9 @@
-"""Kernels at the memory limit, against ONNX Runtime: `python -m benchmarks.kernels`.
+"""Kernels at the memory limit, against the best of our peers: `python -m benchmarks.kernels`.
 
-One process, candidates in turn, medians. Weights are cold: a run walks 48 matrices (107 MB) or six
-layers of experts (320 MB). Peers get huge pages from glibc, as ours get theirs from the loader. The
-read limit is a plain loop over memory in the same run. A row whose peer needs a processor that this
-one is not says so in its note.
+One process, candidates in turn, medians. Weights are cold unless a row says hot: a run walks 48
+matrices (107 MB) or six layers of experts (320 MB). Peers get huge pages from glibc, as ours get
+theirs from the loader. The read limit is a plain loop over memory in the same run. Each row names
+the peer that was fastest in it, with its setting. Peers come from requirements-peers.lock.
 """
 
 import os
@@ -15,7 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks import peers
+from benchmarks import peer_table
+from benchmarks.peer_table import Peer
 from benchmarks.priority import uninterrupted
 from benchmarks.read_limit import Reader
 from benchmarks.runner import Claim, interleaved, main
@@ -36,7 +37,6 @@ PREFILL_ROWS: Final = 256
 PREFILL_MATRICES: Final = 4
 ROUTED_EXPERTS: Final = 16
 CALLS: Final = 200
-BLOCKS: Final = (32, 128)
 MICROSECONDS: Final = 1e6
 TUNABLE: Final = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 SPARSE_BARS: Final = {0.5: 1.6, 0.3: 2.4, 0.1: 4.5}
@@ -80,18 +80,26 @@ def share_claim(name: str, ours: float, limit: float, bar: float, note: str) -> 
     return Claim(name, value, "us", "read limit", "", peer, ratio, bar, "host", note)
 
 
-def peer_claim(name: str, ours: float, runs: Runs, per: int, bar: float, note: str) -> Claim:
-    """Return a claim against the fastest of the peers in `runs`."""
-    names = [name for name in runs if name.startswith(peers.NAME)]
-    best = min(names, key=lambda peer: median(runs, peer))
-    theirs = median(runs, best) / per
+def peer_claim(
+    name: str,
+    ours: float,
+    runs: Runs,
+    peers: Sequence[Peer],
+    per: int,
+    bar: float | None,
+    note: str,
+) -> Claim:
+    """Return a claim against the fastest of the peers; `runs` has them by label."""
+    best = min(peers, key=lambda peer: median(runs, peer.label))
+    theirs = median(runs, best.label) / per
     value, peer = ours * MICROSECONDS, theirs * MICROSECONDS
-    return Claim(name, value, "us", best, peers.VERSION, peer, theirs / ours, bar, "host", note)
+    ratio = theirs / ours
+    return Claim(name, value, "us", best.label, best.version, peer, ratio, bar, "host", note)
 
 
 @dataclass(frozen=True)
 class Walk:
-    """One of our plans that walks cold weights, and its peer.
+    """One of our plans that walks weights, and its peers.
 
     Attributes:
         name: Part of the claims' ids.
@@ -99,9 +107,8 @@ class Walk:
         op: Its operation.
         steps: How often a run does what is measured.
         what: What that is, for the note.
-        peer: Returns a peer's run for a block size and a number of threads.
-        peer_name: What the peer runs.
-        bars: By threads: the share of the read limit, and the ratio to the peer.
+        peers: Returns the peers for a number of threads.
+        bars: By threads: the share of the read limit, and the ratio to the best peer.
     """
 
     name: str
@@ -109,51 +116,87 @@ class Walk:
     op: Op
     steps: int
     what: str
-    peer: Callable[[int, int], Run]
-    peer_name: str
+    peers: Callable[[int], list[Peer]]
     bars: Mapping[int, tuple[float, float]]
 
 
 def gemv_walk() -> Walk:
     """Return decode products."""
 
-    def peer(block: int, threads: int) -> Run:
-        return peers.nbits_walk(N, K, MATRICES, block, 1, threads)
+    def peers(threads: int) -> list[Peer]:
+        return [
+            *peer_table.nbits(N, K, MATRICES, 1, threads),
+            *peer_table.ggml_products(N, K, MATRICES, 1, threads),
+            *peer_table.openvino_products(N, K, MATRICES, 1, threads),
+        ]
 
     made, what = linear_walk(N, K, MATRICES), f"{K} -> {N}, one row"
     bars = {1: (0.85, 1.2), 2: (0.75, 1.05)}
-    return Walk("gemv", made, Op.LINEAR, MATRICES, what, peer, "MatMulNBits", bars)
+    return Walk("gemv", made, Op.LINEAR, MATRICES, what, peers, bars)
 
 
 def routed_walk() -> Walk:
     """Return routed layers, one token."""
 
-    def peer(block: int, threads: int) -> Run:
-        return peers.qmoe_walk(LAYERS, K, N, EXPERTS, block, threads)
+    def peers(threads: int) -> list[Peer]:
+        return peer_table.routed_layers(LAYERS, K, N, EXPERTS, threads)
 
     made, what = moe_walk(LAYERS, K, N, EXPERTS), f"{EXPERTS} experts, top 2, {K}-{N}, SwiGLU"
-    bars = {1: (0.8, 1.2), 2: (0.7, 1.0)}
-    return Walk("moe", made, Op.MOE_LAYER, LAYERS, what, peer, "QMoE", bars)
+    bars = {1: (0.8, 1.2), 2: (0.7, 1.2)}
+    return Walk("moe", made, Op.MOE_LAYER, LAYERS, what, peers, bars)
 
 
 def walk_claims(target: str, reader: Reader, walk: Walk) -> list[Claim]:
-    """Return a walk against the read limit and against its peer, by number of threads."""
+    """Return a walk against the read limit and against its peers, by number of threads."""
     claims = []
     for threads, (share, ratio) in walk.bars.items():
+        peers = walk.peers(threads)
         candidates: dict[str, Run] = {
             "limit": reader.read(threads),
             "ours": loaded(target, walk.made, (walk.op,), threads),
+            **{peer.label: peer.start() for peer in peers},
         }
-        for block in BLOCKS:
-            candidates[f"{peers.NAME} {walk.peer_name} block {block}"] = walk.peer(block, threads)
         runs = measured(candidates)
         ours = median(runs, "ours") / walk.steps
         limit = median(runs, "limit") / reader.size * walk.made.read_bytes / walk.steps
         note = f"{walk.what}, {threads} threads, cold, {target}"
         name = f"kernels.{walk.name}"
         claims.append(share_claim(f"{name}.share.{threads}t", ours, limit, share, note))
-        claims.append(peer_claim(f"{name}.peer.{threads}t", ours, runs, walk.steps, ratio, note))
+        for peer in peers:  # every peer, so that a reader sees who else was measured
+            row = f"{name}.{peer.label.replace(' ', '_')}.{threads}t"
+            claims.append(peer_claim(row, ours, runs, [peer], walk.steps, None, note))
+        best = f"{name}.peer.{threads}t"
+        claims.append(peer_claim(best, ours, runs, peers, walk.steps, ratio, note))
     return claims
+
+
+def hot_claims(target: str) -> list[Claim]:
+    """Return one decode product whose weights stay in the cache; informs, has no bar."""
+    claims = []
+    for threads in (1, 2):
+        peers = [
+            *peer_table.nbits(N, K, 1, 1, threads),
+            *peer_table.ggml_products(N, K, 1, 1, threads),
+        ]
+        ours = loaded(target, linear_walk(N, K, 1), (Op.LINEAR,), threads)
+        candidates: dict[str, Run] = {"ours": ours}
+        candidates |= {peer.label: peer.start() for peer in peers}
+        runs = measured({name: repeated(run, MATRICES) for name, run in candidates.items()})
+        note = f"{K} -> {N}, one row, {threads} threads, hot, with the call, {target}"
+        name = f"kernels.gemv.hot.{threads}t"
+        value = median(runs, "ours") / MATRICES
+        claims.append(peer_claim(name, value, runs, peers, MATRICES, None, note))
+    return claims
+
+
+def repeated(run: Run, times: int) -> Run:
+    """Return a run that repeats another."""
+
+    def runs() -> None:
+        for _ in range(times):
+            run()
+
+    return runs
 
 
 def sparse_claims(target: str) -> list[Claim]:
@@ -186,23 +229,25 @@ def sparse_claims(target: str) -> list[Claim]:
 
 
 def prefill_claims(target: str) -> list[Claim]:
-    """Return products over many rows against MatMulNBits."""
+    """Return products over many rows against MatMulNBits and ggml; OpenVINO informs."""
     claims = []
     made = linear_walk(N, K, PREFILL_MATRICES, PREFILL_ROWS)
+    shape = (N, K, PREFILL_MATRICES, PREFILL_ROWS)
     for threads in (1, 2):
+        rivals = [*peer_table.nbits(*shape, threads), *peer_table.ggml_products(*shape, threads)]
+        others = peer_table.openvino_products(*shape, threads)
         ours_run = loaded(target, made, (Op.LINEAR,), threads, PREFILL_ROWS)
         candidates: dict[str, Run] = {"ours": ours_run}
-        for block in BLOCKS:
-            run = peers.nbits_walk(N, K, PREFILL_MATRICES, block, PREFILL_ROWS, threads)
-            candidates[f"{peers.NAME} MatMulNBits block {block}"] = run
+        candidates |= {peer.label: peer.start() for peer in (*rivals, *others)}
         runs = measured(candidates)
         ours = median(runs, "ours") / PREFILL_MATRICES
         rate = N * K * PREFILL_ROWS / ours / 1e9
         note = (
             f"W4A8, {K} -> {N}, {PREFILL_ROWS} rows, {threads} threads, {rate:.0f} GMAC/s, {target}"
         )
-        name = f"kernels.prefill.peer.{threads}t"
-        claims.append(peer_claim(name, ours, runs, PREFILL_MATRICES, 1.8, note))
+        for name, peers, bar in (("peer", rivals, 1.8), ("openvino", others, None)):
+            row = f"kernels.prefill.{name}.{threads}t"
+            claims.append(peer_claim(row, ours, runs, peers, PREFILL_MATRICES, bar, note))
     return claims
 
 
@@ -245,12 +290,14 @@ def call_claims(target: str) -> list[Claim]:
 def measure() -> list[Claim]:
     """Measure every row, one group of candidates after another."""
     target = host_target()
+    peer_table.require()
     if target is None:
         raise SystemExit("error: no target runs on this machine")
     reader = Reader(target.id, MATRICES * N * K // 2, CACHE)
     return [
         *walk_claims(target.id, reader, gemv_walk()),
         *walk_claims(target.id, reader, routed_walk()),
+        *hot_claims(target.id),
         *sparse_claims(target.id),
         *prefill_claims(target.id),
         *call_claims(target.id),
