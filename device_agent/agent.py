@@ -75,7 +75,7 @@ class Agent:
         self.host = SessionHost(STUCK_TIMEOUTS * config.answer_timeout_s)
         self.counters = Counters()
         self.spool = Spool(disk, folder / "spool", config.max_spool_batches)
-        self.uploader = Uploader(self.counters, self.spool, self.api.telemetry)
+        self.uploader = Uploader(self.counters, self.spool, self.api.telemetry, self.host.running)
         self.in_flight_s: Callable[[], float] = lambda: 0.0
         self.probation = Probation(config, clock.monotonic, lambda: self.in_flight_s())
         self.poller = Poller(self.api, self.host, self.counters, config, clock)

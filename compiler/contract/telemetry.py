@@ -23,6 +23,9 @@ BUCKETS_PER_OCTAVE: Final = 32
 MIN_INDEX: Final = -1_024  # 2^-32
 MAX_INDEX: Final = 1_024  # 2^32
 MAX_ANSWERS_PER_BATCH: Final = 1_000_000
+GAUGES: Final = ("threads", "weight_bytes", "huge_weight_bytes")
+"""What a batch may say of the running code: threads that share an answer, bytes of its weights, and
+how many of them lie on huge pages (left out where the system does not say)."""
 MAX_SUM: Final = (1 << 53) - 1  # stored sums stop here: exact in JSON, far below 63 bits
 
 
@@ -143,6 +146,7 @@ class TelemetryBatch:
         degraded: Answers given in a degraded mode.
         latency_ms: Sketch of whole-answer latency in milliseconds.
         rollout_id, stage, arm: As told by the last poll answer; null and empty outside a rollout.
+        gauges: The present values of those of `GAUGES` that are known.
     """
 
     boot_id: str
@@ -157,6 +161,7 @@ class TelemetryBatch:
     correct: int
     degraded: int
     latency_ms: Sketch
+    gauges: Mapping[str, int] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the canonical JSON body."""
@@ -175,6 +180,7 @@ class TelemetryBatch:
                 "correct": self.correct,
                 "degraded": self.degraded,
                 "latency_ms": self.latency_ms.to_json(),
+                "gauges": dict(self.gauges),
             }
         )
 
@@ -201,6 +207,7 @@ def parse_batch(data: bytes) -> TelemetryBatch:
         stage=optional_integer(document, "stage"),
         arm=_arm(document),
         latency_ms=sketch_from_json(document.get("latency_ms")),
+        gauges=_gauges(document.get("gauges", {})),
         **counts,
     )
     _require_consistent(batch)
@@ -216,6 +223,26 @@ def _arm(document: Mapping[str, Json]) -> str:
     if arm not in _ARMS:
         raise ContractError(f"unknown arm {arm!r}")
     return arm
+
+
+def known_gauges(facts: Mapping[str, object]) -> dict[str, int]:
+    """Return those of `GAUGES` among `facts` that are whole numbers in range."""
+    found = {name: facts.get(name) for name in GAUGES}
+    return {name: value for name, value in found.items() if _is_gauge(value)}
+
+
+def _gauges(value: Json) -> dict[str, int]:
+    """Return the gauges of a batch; names that this version does not know are left out."""
+    if not isinstance(value, dict):
+        raise ContractError("gauges must be an object")
+    for name in GAUGES:
+        if name in value and not _is_gauge(value[name]):
+            raise ContractError(f"gauge {name!r} must be a whole number of 0..{MAX_SUM}")
+    return known_gauges(value)
+
+
+def _is_gauge(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SUM
 
 
 def _require_consistent(batch: TelemetryBatch) -> None:

@@ -46,8 +46,12 @@ class SessionHost:
     @property
     def facts(self) -> Mapping[str, object]:
         """Return what `status` shows of the running code; nothing if none runs."""
+        return self.running()[1]
+
+    def running(self) -> tuple[str, Mapping[str, object]]:
+        """Return the running bundle, or an empty string, and what is known of its code."""
         answerer = self._seat.answerer
-        return {} if answerer is None else answerer.facts
+        return ("", {}) if answerer is None else (answerer.manifest_sha256, answerer.facts)
 
     def understands(self, question: Question) -> bool:
         """Return whether the running bundle can be asked this."""

@@ -2,11 +2,12 @@
 
 import secrets
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from compiler.contract.protocol import PollAnswer
-from compiler.contract.telemetry import Sketch, TelemetryBatch
+from compiler.contract.telemetry import Sketch, TelemetryBatch, known_gauges
 from device_agent.runtime.answers import AnswerRecord
 
 BOOT_ID_BYTES: Final = 8
@@ -64,8 +65,14 @@ class Counters:
                 counts.correct += record.correct is True
                 counts.latency_ms.add(record.latency_ms)
 
-    def cut(self) -> list[TelemetryBatch]:
-        """Return what was counted since the last cut, one batch per bundle and tags."""
+    def cut(self, running: str, facts: Mapping[str, object]) -> list[TelemetryBatch]:
+        """Return what was counted since the last cut, one batch per bundle and tags.
+
+        Args:
+            running: Manifest of the bundle that answers now.
+            facts: What is known of its code; goes into its batches as gauges.
+        """
+        gauges = known_gauges(facts)
         with self._lock:
             counted, self._counts = self._counts, {}
             first, self._seq = self._seq, self._seq + len(counted)
@@ -83,6 +90,7 @@ class Counters:
                 correct=counts.correct,
                 degraded=0,
                 latency_ms=counts.latency_ms,
+                gauges=gauges if manifest_sha256 == running else {},
             )
             for position, ((manifest_sha256, tags), counts) in enumerate(counted.items())
         ]

@@ -129,11 +129,12 @@ class Heartbeat(models.Model):
 
 
 class DeviceStats(AnswerCounts):
-    """What one device measured while it ran one bundle, over all time."""
+    """What one device measured while it ran one bundle, over all time; its newest gauges."""
 
     device = models.ForeignKey(Device, on_delete=models.CASCADE, related_name="stats")
     manifest_sha256 = models.CharField(max_length=64, db_index=True)
     updated_at = models.DateTimeField(null=True, blank=True)
+    gauges = models.JSONField(default=dict, blank=True)
 
     class Meta:
         constraints = (

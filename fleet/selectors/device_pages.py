@@ -12,7 +12,7 @@ from django.db.models import Count, Q, QuerySet
 
 from builds.common.errors import NotFoundError
 from builds.models import Bundle
-from compiler.contract.telemetry import sketch_from_row
+from compiler.contract.telemetry import known_gauges, sketch_from_row
 from fleet.models import (
     Device,
     DeviceStats,
@@ -40,12 +40,18 @@ class LogEntry:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAnswers:
-    """What one device measured with one bundle; `bundle` is None when we did not build it."""
+    """What one device measured with one bundle; `bundle` is None when we did not build it.
+
+    `huge_share` is the share of its weights on huge pages; without them decoding takes about twice
+    as long. `threads` and `huge_share` are None when the device did not say.
+    """
 
     bundle: Bundle | None
     manifest_sha256: str
     measured: Measured
     p95_ms: float | None
+    threads: int | None
+    huge_share: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +197,14 @@ def _answers(device: Device) -> tuple[DeviceAnswers, ...]:
             manifest_sha256=row.manifest_sha256,
             measured=Measured(row.answers, row.failures, row.scored, row.correct),
             p95_ms=sketch_from_row(row.latency).quantile(0.95),
+            threads=gauges.get("threads"),
+            huge_share=_huge_share(gauges),
         )
         for row in rows
+        for gauges in [known_gauges(row.gauges)]
     )
+
+
+def _huge_share(gauges: Mapping[str, int]) -> float | None:
+    huge, total = gauges.get("huge_weight_bytes"), gauges.get("weight_bytes")
+    return None if huge is None or not total else huge / total

@@ -49,6 +49,7 @@ def telemetry_ingest(*, device_pk: int, batch: TelemetryBatch, clock: Clock | No
     stats = _device_stats(device_pk, batch)
     is_first = stats.updated_at is None or stats.updated_at < minute
     stats.updated_at = now
+    stats.gauges = dict(batch.gauges) or stats.gauges
     _add(stats, batch)
     counted = _enrolment_stats(device_pk, batch)
     if counted is not None:

@@ -30,7 +30,7 @@ class TestCounters:
         counters.tag(Tags(7, 1, "treatment"))
         counters.record(record(outcome=Outcome.CUT_OFF, correct=False))
         counters.record(record(V2, Outcome.ERROR, None))
-        first, second, third = counters.cut()
+        first, second, third = counters.cut("", {})
         assert (first.rollout_id, first.answers, first.correct) == (None, 1, 1)
         assert (second.arm, second.failures, second.scored, second.correct) == (
             "treatment",
@@ -42,7 +42,21 @@ class TestCounters:
         assert [batch.seq for batch in (first, second, third)] == [0, 1, 2]
         for batch in (first, second, third):
             assert parse_batch(batch.to_bytes()) == batch
-        assert counters.cut() == []
+        assert counters.cut("", {}) == []
+
+    def test_the_running_bundle_says_how_it_runs(self) -> None:
+        counters = Counters()
+        for manifest in (V1, V2):
+            counters.record(record(manifest))
+        facts = {
+            "threads": 2,
+            "weight_bytes": 64,
+            "huge_weight_bytes": None,
+            "threads_measured": {},
+        }
+        first, second = counters.cut(V2, facts)
+        assert first.gauges == {}
+        assert second.gauges == {"threads": 2, "weight_bytes": 64}
 
     def test_it_loses_nothing_between_two_threads(self) -> None:
         counters = Counters()
@@ -54,8 +68,8 @@ class TestCounters:
             thread.start()
         total = 0
         while any(thread.is_alive() for thread in threads):
-            total += sum(batch.answers for batch in counters.cut())
-        total += sum(batch.answers for batch in counters.cut())
+            total += sum(batch.answers for batch in counters.cut("", {}))
+        total += sum(batch.answers for batch in counters.cut("", {}))
         assert total == 2000
         assert counters.summary()["answers"] == 2000
 
@@ -69,14 +83,14 @@ class TestSpool:
         counters = Counters()
         for _ in range(5):
             counters.record(record())
-            spool.put(counters.cut()[0])
+            spool.put(counters.cut("", {})[0])
         assert [parse_batch(data).seq for _, data in spool.waiting()] == [2, 3, 4]
         assert spool.dropped == 2
 
     def test_it_outlives_a_restart(self, tmp_path: Path) -> None:
         counters = Counters()
         counters.record(record())
-        Spool(FastDisk(), tmp_path, 3).put(counters.cut()[0])
+        Spool(FastDisk(), tmp_path, 3).put(counters.cut("", {})[0])
         ((_, data),) = Spool(FastDisk(), tmp_path, 3).waiting()
         assert parse_batch(data).boot_id == counters.boot_id
 
@@ -93,7 +107,7 @@ class TestUploader:
             sent.append(data)
 
         counters, spool = Counters(), Spool(FastDisk(), tmp_path, 10)
-        uploader = Uploader(counters, spool, send)
+        uploader = Uploader(counters, spool, send, lambda: ("", {}))
         counters.record(record())
         assert uploader.run_once() == 0
         counters.record(record())
@@ -112,8 +126,8 @@ class TestUploader:
         counters, spool = Counters(), Spool(FastDisk(), tmp_path, 10)
         for _ in range(2):
             counters.record(record())
-            spool.put(counters.cut()[0])
-        assert Uploader(counters, spool, send).run_once() == 1
+            spool.put(counters.cut("", {})[0])
+        assert Uploader(counters, spool, send, lambda: ("", {})).run_once() == 1
         assert spool.dropped == 1
 
     def test_it_keeps_everything_while_it_is_not_let_in(self, tmp_path: Path) -> None:
@@ -122,7 +136,7 @@ class TestUploader:
 
         counters, spool = Counters(), Spool(FastDisk(), tmp_path, 10)
         counters.record(record())
-        assert Uploader(counters, spool, send).run_once() == 0
+        assert Uploader(counters, spool, send, lambda: ("", {})).run_once() == 0
         assert len(list(spool.waiting())) == 1
 
 

@@ -83,6 +83,17 @@ def test_it_counts_a_batch_once(fleet):
     assert (stats.answers, stats.failures, stats.scored, stats.correct) == (10, 1, 8, 6)
 
 
+def test_the_newest_gauges_of_a_device_are_kept_and_shown(fleet):
+    row = enrolment(Arm.CONTROL)
+    gauges = {"threads": 2, "weight_bytes": 4096, "huge_weight_bytes": 1024}
+    for seq, given in enumerate(({"threads": 1}, gauges, {})):
+        told = tagged(row, seq, gauges=given)
+        assert telemetry_ingest(device_pk=row.device_id, batch=told, clock=fleet.clock)
+    assert DeviceStats.objects.get(device=row.device).gauges == gauges
+    answers = device_page(device_pk=row.device_id).answers[0]
+    assert (answers.threads, answers.huge_share) == (2, 0.25)
+
+
 def test_it_counts_another_boot_with_the_same_number(fleet):
     row = enrolment(Arm.CONTROL)
     for boot in ("bootaaaa", "bootbbbb"):

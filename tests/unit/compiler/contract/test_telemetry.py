@@ -41,6 +41,11 @@ def test_it_takes_the_largest_batch() -> None:
         {"latency_ms": [[0, MAX_ANSWERS_PER_BATCH + 1]]},
         {"latency_ms": [[0, 1], [1, 2]]},
         {"degraded": 3},
+        {"gauges": [1]},
+        {"gauges": {"threads": -1}},
+        {"gauges": {"threads": 1.5}},
+        {"gauges": {"weight_bytes": 2**53}},
+        {"gauges": {"huge_weight_bytes": True}},
         {"seq": 2**31},
         {"boot_id": "bootäöüß"},
         {"boot_id": "boot\u0663\u0664\u0665\u0666"},
@@ -49,6 +54,14 @@ def test_it_takes_the_largest_batch() -> None:
 def test_it_refuses_more_than_a_batch_can_hold(changes) -> None:
     with pytest.raises(ContractError):
         parse_batch(document(**changes))
+
+
+def test_it_keeps_the_gauges_that_it_knows_and_may_do_without() -> None:
+    given = {"threads": 2, "huge_weight_bytes": 0, "battery_of_tomorrow": {"volts": 3.7}}
+    assert parse_batch(document(gauges=given)).gauges == {"threads": 2, "huge_weight_bytes": 0}
+    without = json.loads(document())
+    del without["gauges"]
+    assert parse_batch(json.dumps(without).encode()).gauges == {}
 
 
 def test_it_reads_stored_sums_that_no_batch_may_hold() -> None:
