@@ -40,6 +40,7 @@ TARGET_LADDER: Final[tuple[tuple[str, str, frozenset[str]], ...]] = (
     ("x86-64-v3", "x86_64", _X86_V3),
     ("x86-64-v2", "x86_64", _X86_V2),
     ("x86-64-v1", "x86_64", frozenset()),
+    ("aarch64-sve2", "aarch64", frozenset({"asimddp", "i8mm", "sve", "sve2", "svei8mm"})),
     ("aarch64-i8mm", "aarch64", frozenset({"asimddp", "i8mm"})),
     ("aarch64-dotprod", "aarch64", frozenset({"asimddp"})),
     ("aarch64", "aarch64", frozenset()),

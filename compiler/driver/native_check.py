@@ -29,6 +29,7 @@ EMULATORS: Final[Mapping[str, tuple[str, ...]]] = {
     "aarch64": ("qemu-aarch64",),
     "aarch64-dotprod": ("qemu-aarch64", "-cpu", "max"),
     "aarch64-i8mm": ("qemu-aarch64", "-cpu", "max"),
+    "aarch64-sve2": ("qemu-aarch64", "-cpu", "max,sve-max-vq=1"),
     "riscv64": ("qemu-riscv64",),
     "riscv64-v": ("qemu-riscv64", "-cpu", "rv64,v=true,vlen=128"),
 }

@@ -108,6 +108,15 @@ TARGETS: Final[tuple[Target, ...]] = (
         verified_on="qemu",
     ),
     Target(
+        id="aarch64-sve2",
+        arch="aarch64",
+        triple="aarch64-linux-gnu",
+        mcpu="generic+sve2+dotprod+i8mm",
+        features=frozenset({"asimd", "asimddp", "i8mm", "sve", "sve2", "svei8mm"}),
+        isa=frozenset({"vec128", "dotprod", "i8mm", "sve2"}),
+        verified_on="qemu",
+    ),
+    Target(
         id="riscv64",
         arch="riscv64",
         triple="riscv64-linux-musl",

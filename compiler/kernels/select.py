@@ -24,6 +24,7 @@ class TileSpec:
 TILES: Final[tuple[TileSpec, ...]] = (
     TileSpec("avx512vnni", "templates/tile_avx512vnni.c.in", rows=4, conv_pixels=4),
     TileSpec("avx2", "templates/tile_maddubs.c.in", rows=4, conv_pixels=4),
+    TileSpec("sve2", "templates/tile_sve2.c.in", rows=4, conv_pixels=4),
     TileSpec("i8mm", "templates/tile_i8mm.c.in", rows=4, conv_pixels=4),
     TileSpec("dotprod", "templates/tile_dotprod.c.in", rows=4, conv_pixels=4),
     TileSpec("ssse3", "templates/tile_maddubs.c.in", rows=2, conv_pixels=2),

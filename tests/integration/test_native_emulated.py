@@ -1,12 +1,14 @@
 """Targets that this machine is not: their code under an emulator gives the same bits."""
 
 import shutil
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 
 from compiler.contract.native_errors import BadTokenError
 from compiler.contract.operations import Op
+from compiler.driver.native_check import EMULATORS
 from compiler.emitters.runner import ScriptRun, build_runner, play
 from compiler.errors import ToolchainError
 from compiler.hardware.targets import find_target
@@ -15,14 +17,17 @@ from tests.factories.modules import small_decoder
 from tests.integration.test_native_ops import CASES, OpCase
 
 IMAGE = np.random.default_rng(5).integers(0, 256, 256, dtype=np.uint8).tobytes()
-EMULATORS = {
-    "x86-64-v1": (),
-    "aarch64": ("qemu-aarch64",),
-    "aarch64-dotprod": ("qemu-aarch64", "-cpu", "max"),
-    "aarch64-i8mm": ("qemu-aarch64", "-cpu", "max"),
-    "riscv64": ("qemu-riscv64",),
-    "riscv64-v": ("qemu-riscv64", "-cpu", "rv64,v=true,vlen=128"),
+SVE2 = "aarch64-sve2"
+RUNS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "x86-64-v1": ("x86-64-v1", ()),
+    **{target: (target, command) for target, command in EMULATORS.items() if target != SVE2},
+    **{
+        f"{SVE2}-{128 * quads}": (SVE2, ("qemu-aarch64", "-cpu", f"max,sve-max-vq={quads}"))
+        for quads in (1, 2, 4)
+    },
 }
+"""Target and command by name: the tile of SVE2 at vector lengths of 128, 256 and 512 bits."""
+EMULATED = [name for name, (_, command) in RUNS.items() if command]
 
 
 def step(tokens: list[int], first: int, keep: int | None = None) -> ScriptRun:
@@ -31,17 +36,16 @@ def step(tokens: list[int], first: int, keep: int | None = None) -> ScriptRun:
     return ScriptRun("step", values, keep)
 
 
-def command(target: str) -> tuple[str, ...]:
-    found = EMULATORS[target]
+def runner(name: str) -> tuple[bytes, tuple[str, ...]]:
+    target, found = RUNS[name]
     if found and shutil.which(found[0]) is None:
         pytest.skip(f"{found[0]} is not installed: apt-get install qemu-user")
-    return found
+    return build_runner(find_target(target), Op, CACHE), found
 
 
-@pytest.mark.parametrize("target", EMULATORS)
+@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("swiglu", [False, True], ids=["relu", "swiglu"])
-def test_it_gives_the_bits_of_the_simulator(target: str, swiglu: bool) -> None:
-    emulator = command(target)
+def test_it_gives_the_bits_of_the_simulator(name: str, swiglu: bool) -> None:
     case = Case.of(small_decoder(4, swiglu=swiglu))
     runs = [
         ScriptRun("see", {"image": IMAGE}),
@@ -49,8 +53,7 @@ def test_it_gives_the_bits_of_the_simulator(target: str, swiglu: bool) -> None:
         step([6], 25),
         step([7, 8, 9], 22, keep=8),
     ]
-    runner = build_runner(find_target(target), Op, CACHE)
-    found = play(runner, emulator, case.emitted.plan_bytes, case.emitted.sections, runs)
+    found = play(*runner(name), case.emitted.plan_bytes, case.emitted.sections, runs)
     simulator = case.simulator()
     for run, results in zip(runs, found, strict=True):
         if run.keep is not None:
@@ -59,24 +62,21 @@ def test_it_gives_the_bits_of_the_simulator(target: str, swiglu: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("target", [target for target, found in EMULATORS.items() if found])
+@pytest.mark.parametrize("name", EMULATED)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_gives_the_bits_of_every_operation(case: OpCase, target: str) -> None:
-    emulator = command(target)
+def test_it_gives_the_bits_of_every_operation(case: OpCase, name: str) -> None:
     built = Case.of(case.module())
     values = [{k: v.tobytes() for k, v in case.values(n, n).items()} for n in (1, 5)]
     runs = [ScriptRun("run", inputs) for inputs in values]
-    runner = build_runner(find_target(target), Op, CACHE)
-    found = play(runner, emulator, built.emitted.plan_bytes, built.emitted.sections, runs)
+    found = play(*runner(name), built.emitted.plan_bytes, built.emitted.sections, runs)
     simulator = built.simulator()
     assert found == [raw(simulator.run("run", inputs)) for inputs in values]
 
 
 def test_it_passes_statuses_on_as_typed_errors() -> None:
     case = Case.of(small_decoder(4, see=False))
-    runner = build_runner(find_target("x86-64-v1"), Op, CACHE)
     with pytest.raises(BadTokenError):
-        play(runner, (), case.emitted.plan_bytes, case.emitted.sections, [step([999], 0)])
+        play(*runner("x86-64-v1"), case.emitted.plan_bytes, case.emitted.sections, [step([999], 0)])
 
 
 def test_it_reports_a_program_that_cannot_run() -> None:

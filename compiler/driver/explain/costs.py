@@ -27,10 +27,12 @@ TILE_ELEMENTS: Final = PANEL * GROUP
 CYCLES_PER_CALL: Final = 150.0
 BYTES_PER_CYCLE: Final = 8.0
 W4_MACS_PER_CYCLE: Final[Mapping[str, float]] = MappingProxyType(
-    {"avx512vnni": 64.0, "avx2": 24.0, "dotprod": 24.0, "ssse3": 10.0, "vec128": 6.0}
+    {"avx512vnni": 64.0, "avx2": 24.0, "sve2": 24.0, "i8mm": 24.0, "dotprod": 24.0}
+    | {"ssse3": 10.0, "vec128": 6.0}
 )
 F32_MACS_PER_CYCLE: Final[Mapping[str, float]] = MappingProxyType(
-    {"avx512vnni": 8.0, "avx2": 8.0, "dotprod": 4.0, "ssse3": 4.0, "vec128": 4.0}
+    {"avx512vnni": 8.0, "avx2": 8.0, "sve2": 4.0, "i8mm": 4.0, "dotprod": 4.0}
+    | {"ssse3": 4.0, "vec128": 4.0}
 )
 PORTABLE_MACS_PER_CYCLE: Final = 2.0
 _OTHER_FLOPS: Final[Mapping[Op, int]] = MappingProxyType(

@@ -46,6 +46,7 @@ def test_every_system_gets_code_of_its_own_architecture_that_its_cores_run(soc: 
     ("soc", "targets"),
     [
         ("sm8550", ["aarch64-i8mm", "aarch64-dotprod", "aarch64"]),
+        ("mt6983", ["aarch64-sve2", "aarch64-i8mm", "aarch64-dotprod", "aarch64"]),
         ("sm8350", ["aarch64-dotprod", "aarch64"]),
         ("rk3399", ["aarch64"]),
         ("th1520", ["riscv64"]),

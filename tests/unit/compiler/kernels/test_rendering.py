@@ -4,6 +4,7 @@ import pytest
 
 from compiler.contract.operations import Op
 from compiler.contract.plan_format import Status
+from compiler.driver.explain.costs import F32_MACS_PER_CYCLE, W4_MACS_PER_CYCLE
 from compiler.emitters.c import render_kernels
 from compiler.hardware.targets import (
     TARGETS,
@@ -62,10 +63,17 @@ def test_it_leaves_no_hole_unfilled() -> None:
         ("x86-64-v4-vnni", "avx512vnni"),
         ("aarch64", "vec128"),
         ("aarch64-dotprod", "dotprod"),
+        ("aarch64-i8mm", "i8mm"),
+        ("aarch64-sve2", "sve2"),
     ],
 )
 def test_it_selects_the_best_tile(target: str, isa: str) -> None:
     assert select_tile(find_target(target).isa).isa == isa
+
+
+def test_it_prices_every_tile() -> None:
+    for rates in (W4_MACS_PER_CYCLE, F32_MACS_PER_CYCLE):
+        assert rates.keys() == {tile.isa for tile in TILES} - {"portable"}
 
 
 def test_it_falls_back_to_the_portable_tile() -> None:
