@@ -25,6 +25,7 @@ from compiler.contract.native_errors import (
 )
 from compiler.contract.native_library import MAX_THREADS, KernelLibrary, Workers
 from compiler.contract.native_memory import Memory
+from compiler.contract.native_policy import PolicySeat
 from compiler.contract.pager import Pager, PagerHook
 from compiler.contract.plan import Plan, PlanBuffer, parse_plan
 from compiler.contract.plan_format import (
@@ -96,6 +97,7 @@ class NativePlan:
         self._lock = threading.Lock()
         self._pager: PagerHook | None = None
         self._workers: Workers | None = None
+        self._policy: PolicySeat | None = None
         self._library: KernelLibrary | None = KernelLibrary(kernels)
         try:
             self._load(self._library, plan_bytes, sections)
@@ -134,6 +136,7 @@ class NativePlan:
             raise_status(status, "load")
         self._weights, self._memory = weights, memory
         self._context = memory.address
+        self._policy = PolicySeat(library, memory.address, memory)
         self._args = SfArgs(struct_bytes=ctypes.sizeof(SfArgs))
         self._args_address = ctypes.addressof(self._args)
         self._programs = _programs(self.plan, memory.view[arena_at:])
@@ -159,6 +162,37 @@ class NativePlan:
             self._workers = Workers(self._library, self._context, self._memory, threads - 1)
         finally:
             self._lock.release()
+
+    @property
+    def policy(self) -> PolicySeat:
+        """Where the table that says how calls run is swapped, also while the plan runs.
+
+        Raises:
+            NativeError: The plan was never loaded.
+        """
+        if self._policy is None:
+            raise NativeError("the plan is not loaded")
+        return self._policy
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the table that the last run followed; 0 for none."""
+        return int(self._args.epoch)
+
+    def policy_cell(self, program: str, call: int, tokens: int) -> int:
+        """Return the cell that the runtime looks up for a call in a run of `tokens`.
+
+        Raises:
+            NativeError: There is no such call, the plan is closed, or the kernels are too old.
+        """
+        library = self._library
+        chosen = self._programs.get(program) if library is not None else None
+        if library is None or chosen is None or library.policy_lookup is None or call < 0:
+            raise NativeError(f"there is no call {call} of program {program!r} to look up")
+        found = int(library.policy_lookup(self._context, chosen.number, call, tokens))
+        if found < 0:
+            raise NativeError(f"there is no call {call} of program {program!r}")
+        return found
 
     @property
     def weight_bytes(self) -> int:
@@ -331,6 +365,8 @@ class NativePlan:
         library, self._library = self._library, None
         if library is None:
             return
+        if self._policy is not None:
+            self._policy.close()
         if self._workers is not None:
             self._workers.close()
         library.close()

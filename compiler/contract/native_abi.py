@@ -43,13 +43,31 @@ class SfSetup(ctypes.Structure):
 
 
 class SfArgs(ctypes.Structure):
-    """What `sf_run` takes: T, and where it failed."""
+    """What `sf_run` takes: T; and what it says: where it failed, which policy it followed."""
 
     _fields_ = (
         ("struct_bytes", ctypes.c_uint32),
         ("tokens", ctypes.c_uint32),
         ("failed_call", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("epoch", ctypes.c_uint32),
+    )
+
+
+class SfMeter(ctypes.Structure):
+    """What the calls of one cell took, in ticks of the machine's clock, and how many they were."""
+
+    _fields_ = (("ticks", ctypes.c_uint64), ("runs", ctypes.c_uint64))
+
+
+class SfPolicy(ctypes.Structure):
+    """One published policy table; a run says its epoch. `meters` may be NULL."""
+
+    _fields_ = (
+        ("struct_bytes", ctypes.c_uint32),
+        ("epoch", ctypes.c_uint32),
+        ("cells", ctypes.c_uint64),
+        ("variants", ctypes.c_void_p),
+        ("meters", ctypes.c_void_p),
     )
 
 
@@ -76,6 +94,8 @@ _POINTERS: Final = {
     "arena": "uint8_t *",
     "plan": "const uint8_t *",
     "section": "const sf_section *",
+    "variants": "const uint8_t *",
+    "meters": "sf_meter *",
 }
 
 
@@ -93,4 +113,6 @@ C_STRUCTS: Final = (
     _struct("sf_size_report", SfSizeReport),
     _struct("sf_setup", SfSetup),
     _struct("sf_args", SfArgs),
+    _struct("sf_meter", SfMeter),
+    _struct("sf_policy", SfPolicy),
 )

@@ -81,6 +81,9 @@ class KernelLibrary:
         self.work = self._bind_newer("sf_work", pointer)
         self.release = self._bind_newer("sf_release", pointer)
         self.check_counts = self._bind_newer("sf_check_counts", pointer, u32, u32, pointer)
+        self.set_policy = self._bind_newer("sf_set_policy", pointer, pointer)
+        self.policy_busy = self._bind_newer("sf_policy_busy", pointer, pointer)
+        self.policy_lookup = self._bind_newer("sf_policy_lookup", pointer, u32, u32, u32)
 
     def _bind_newer(self, name: str, *arguments: type) -> "ctypes._FuncPointer | None":
         function = getattr(self._lib, name, None)
@@ -100,6 +103,9 @@ class KernelLibrary:
     work: "ctypes._FuncPointer | None"
     release: "ctypes._FuncPointer | None"
     check_counts: "ctypes._FuncPointer | None"
+    set_policy: "ctypes._FuncPointer | None"
+    policy_busy: "ctypes._FuncPointer | None"
+    policy_lookup: "ctypes._FuncPointer | None"
 
     def close(self) -> None:
         """Unload the library; nothing of it may be called afterwards."""

@@ -9,7 +9,7 @@ from typing import Final
 
 import jinja2
 
-from compiler.contract import plan_format
+from compiler.contract import plan_format, policy
 from compiler.contract.moe_rules import MAX_LINEAR_K
 from compiler.contract.native_abi import C_STRUCTS
 from compiler.contract.operations import (
@@ -23,6 +23,7 @@ from compiler.contract.operations import (
     UnaryKind,
 )
 from compiler.contract.plan_format import ABI_VERSION, RECORDS, Kind, Status
+from compiler.contract.policy_calls import OP_KINDS
 from compiler.contract.reference import MapKind, PoolKind, ReduceKind, ScatterKind
 from compiler.hardware.targets import Target
 from compiler.kernels import constants, naming, reference, registry
@@ -44,8 +45,23 @@ _ENUMS: Final[tuple[type[IntEnum], ...]] = (
     ReduceKind,
     PoolKind,
     ScatterKind,
+    policy.Variant,
+    policy.CallKind,
 )
-_RUNTIME: Final = ("prelude", "vector", "math", "rows", "system", "pool")
+_RUNTIME: Final = ("prelude", "vector", "math", "rows", "system", "policy", "pool")
+_POLICY: Final = {
+    "bounds": {
+        "size": policy.SIZE_BYTES,
+        "rows": policy.ROW_BOUNDS,
+        "density": policy.DENSITY_BOUNDS,
+    },
+    "sizes": policy.SIZES,
+    "rows": policy.ROWS,
+    "densities": policy.DENSITIES,
+    "cells": policy.CELLS,
+    "full": policy.FULL,
+    "look_again": policy.LOOK_AGAIN,
+}
 _TABLES: Final = ("sections", "weights", "buffers", "programs", "ports", "calls", "operands")
 
 
@@ -116,6 +132,7 @@ def _context(target: Target, ops: list[Op], tile: TileSpec) -> dict[str, object]
         "arch": target.arch,
         "binary": registry.BINARY_SIGNS,
         "c_types": _C_TYPES,
+        "call_kinds": {op.name: kind.name for op, kind in OP_KINDS.items()},
         "conv_pixels": tile.conv_pixels,
         "enums": {e.__name__: {m.name: int(m) for m in e} for e in _ENUMS},
         "exp": constants.EXP,
@@ -131,6 +148,7 @@ def _context(target: Target, ops: list[Op], tile: TileSpec) -> dict[str, object]
         "max_tokens": plan_format.MAX_TOKENS,
         "min_piece_bytes": constants.MIN_PIECE_BYTES,
         "ops": [op.name for op in ops],
+        "policy": _POLICY,
         "records": RECORDS,
         "maps": reference.MAPS,
         "layouts": reference.LAYOUT_OFFSETS,
