@@ -1,6 +1,7 @@
-"""Command line of the device agent: enrol, run, status, ask, farm."""
+"""Command line of the device agent: enrol, run, status, ask, probe, farm."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,8 @@ from device_agent.asking import ask
 from device_agent.config import ISA_LEVELS, AgentConfig, load_config
 from device_agent.errors import AgentError
 from device_agent.farm import farm_configs, run_agents, stop_on_signal
-from device_agent.ports import Ports
+from device_agent.ports import Ports, probe_this_machine
+from device_agent.probe.hardware import HardwareProbe
 from device_agent.status import read_status
 from device_agent.ui import EXIT_OK, failure, result, set_up_log
 
@@ -76,6 +78,12 @@ def _status(config: AgentConfig, options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _probe(config: AgentConfig, options: argparse.Namespace) -> int:
+    found = HardwareProbe(lambda: probe_this_machine(config), config.state_dir).run()
+    result(json.dumps(found.to_json(), indent=2) if options.json else found.to_text())
+    return EXIT_OK
+
+
 def _ask(config: AgentConfig, options: argparse.Namespace) -> int:
     for line in ask(config, options.image, options.card, options.prompt, tuple(options.words)):
         result(line)
@@ -110,6 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     question.add_argument("--prompt", default="question", help="prompt around the words")
     question.add_argument("words", nargs="*", help="words of the question")
     question.set_defaults(command=_ask)
+    probed = commands.add_parser("probe", parents=[common], help="what this machine can do")
+    probed.add_argument("--json", action="store_true", help="for machines")
+    probed.set_defaults(command=_probe)
     farm = commands.add_parser("farm", parents=[common], help="several agents in one process")
     farm.add_argument("--count", type=int, required=True, help="how many")
     farm.add_argument(

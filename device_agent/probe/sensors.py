@@ -1,0 +1,146 @@
+"""What the sensors of a Linux machine say now: clock, heat, battery, accelerators.
+
+Read by `hardware` and by whoever watches heat while a model runs. Files of `/sys` that are missing,
+unreadable or nonsense give None, never zero: a phone without a sensor is not a cold phone.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path("/")
+_CPUS: Final = "sys/devices/system/cpu"
+_THERMAL: Final = "sys/class/thermal"
+_POWER: Final = "sys/class/power_supply"
+_CPUINFO: Final = "proc/cpuinfo"
+_CLOCK: Final = re.compile(r"^cpu MHz\s*:\s*([0-9.]+)", re.MULTILINE)
+_HOTTEST_C: Final = 150.0
+_COLDEST_C: Final = -60.0
+MICRO: Final = 1e-6
+SECONDS_PER_HOUR: Final = 3600.0
+ACCELERATORS: Final[tuple[tuple[str, str], ...]] = (
+    ("adreno-gpu", "dev/kgsl-3d0"),
+    ("mali-gpu", "dev/mali0"),
+    ("hexagon-dsp", "dev/adsprpc-smd"),
+    ("hexagon-cdsp", "dev/fastrpc-cdsp"),
+    ("rockchip-npu", "dev/rknpu"),
+    ("edge-tpu", "dev/apex_0"),
+    ("linux-accel", "dev/accel/accel0"),
+    ("nvidia-gpu", "dev/nvidia0"),
+    ("drm-gpu", "dev/dri/renderD128"),
+)
+"""Name and device file of processors beside the CPU; presence says nothing of a usable driver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Zone:
+    """One thermal zone: its kind, e.g. `cpu-thermal`, and degrees Celsius."""
+
+    kind: str
+    celsius: float
+
+
+@dataclass(frozen=True, slots=True)
+class Battery:
+    """One battery.
+
+    Attributes:
+        percent: Charge, 0 to 100.
+        is_discharging: Whether the machine runs on it.
+        watts: Power that flows, never negative; None if it does not say.
+        joules: What is left in it; None if it does not say.
+    """
+
+    percent: float | None
+    is_discharging: bool | None
+    watts: float | None
+    joules: float | None
+
+
+def clock_mhz(root: Path = ROOT) -> float | None:
+    """Return the present clock of the fastest core, MHz."""
+    paths = sorted((root / _CPUS).glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
+    told = [khz / 1e3 for path in paths if (khz := _number(path)) is not None]
+    told = told or [float(found) for found in _CLOCK.findall(_read(root / _CPUINFO))]
+    return max((mhz for mhz in told if mhz > 0), default=None)
+
+
+def top_clock_mhz(root: Path = ROOT) -> float | None:
+    """Return the highest clock that any core may take, MHz; below it, the machine is throttled."""
+    paths = sorted((root / _CPUS).glob("cpu[0-9]*/cpufreq/cpuinfo_max_freq"))
+    return max((khz / 1e3 for path in paths if (khz := _number(path))), default=None)
+
+
+def governor(root: Path = ROOT) -> str | None:
+    """Return the policy that sets the clock of the first core, e.g. `schedutil`."""
+    return _read(root / _CPUS / "cpu0/cpufreq/scaling_governor").strip() or None
+
+
+def thermal_zones(root: Path = ROOT) -> tuple[Zone, ...]:
+    """Return the zones that give a temperature a processor can have."""
+    zones = []
+    for folder in sorted((root / _THERMAL).glob("thermal_zone*")):
+        millidegrees = _number(folder / "temp")
+        if millidegrees is None:
+            continue
+        celsius = millidegrees / 1e3
+        if _COLDEST_C < celsius < _HOTTEST_C:
+            zones.append(Zone(_read(folder / "type").strip() or folder.name, celsius))
+    return tuple(zones)
+
+
+def batteries(root: Path = ROOT) -> tuple[Battery, ...]:
+    """Return the batteries of the machine; those of a mouse or a pen do not count."""
+    found = []
+    for folder in sorted((root / _POWER).glob("*")):
+        is_battery = _read(folder / "type").strip() == "Battery"
+        if is_battery and _read(folder / "scope").strip() != "Device":
+            found.append(_battery(folder))
+    return tuple(found)
+
+
+def accelerators(root: Path = ROOT) -> tuple[str, ...]:
+    """Return the names of the accelerators whose device file is there."""
+    return tuple(name for name, path in ACCELERATORS if (root / path).exists())
+
+
+def _battery(folder: Path) -> Battery:
+    status = _read(folder / "status").strip()
+    volts = _scaled(folder / "voltage_now", MICRO)
+    watts = _scaled(folder / "power_now", MICRO)
+    joules = _scaled(folder / "energy_now", MICRO * SECONDS_PER_HOUR)
+    if volts is not None:
+        amperes = _scaled(folder / "current_now", MICRO)
+        coulombs = _scaled(folder / "charge_now", MICRO * SECONDS_PER_HOUR)
+        watts = amperes * volts if watts is None and amperes is not None else watts
+        joules = coulombs * volts if joules is None and coulombs is not None else joules
+    percent = _number(folder / "capacity")
+    return Battery(
+        percent=percent if percent is not None and 0 <= percent <= 100 else None,
+        is_discharging=status == "Discharging" if status not in {"", "Unknown"} else None,
+        watts=None if watts is None else abs(watts),
+        joules=joules,
+    )
+
+
+def _scaled(path: Path, factor: float) -> float | None:
+    value = _number(path)
+    return None if value is None else value * factor
+
+
+def _number(path: Path) -> float | None:
+    """Return the whole number in a file of `/sys`, or None."""
+    words: Iterable[str] = _read(path).split()[:1]
+    for word in words:
+        if re.fullmatch(r"-?\d{1,18}", word):
+            return float(word)
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
