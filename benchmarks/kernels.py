@@ -23,7 +23,7 @@ from benchmarks.runner import Claim, interleaved, main
 from benchmarks.synthetic import CACHE, Synthetic, linear_walk, load, moe_walk, router
 from compiler.contract.native import NativePlan
 from compiler.driver.native_check import host_target
-from compiler.emitters.toolchain import build_kernels
+from compiler.emitters.backends import build_kernels
 from compiler.hardware.targets import find_target
 from compiler.kernels.program import Op
 

@@ -25,8 +25,8 @@ from compiler.analysis.checks import checked_groups
 from compiler.analysis.cost import ZeroCount, choose, count_zeros
 from compiler.contract.native import NativePlan
 from compiler.driver.native_check import host_target
+from compiler.emitters.backends import build_kernels
 from compiler.emitters.plan import emit_plan
-from compiler.emitters.toolchain import build_kernels
 from compiler.hardware.targets import find_target
 from compiler.kernels.program import (
     COO,

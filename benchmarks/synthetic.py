@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 
 from compiler.contract.native import NativePlan
+from compiler.emitters.backends import build_kernels
 from compiler.emitters.plan import EmittedPlan, emit_plan
-from compiler.emitters.toolchain import build_kernels
 from compiler.hardware.targets import find_target
 from compiler.kernels.program import (
     DENSE,

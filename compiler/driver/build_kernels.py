@@ -4,16 +4,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from compiler.contract.operations import Op
-from compiler.emitters.c import render_kernels
-from compiler.emitters.toolchain import compile_shared
+from compiler.emitters.backends import emitter_for
 from compiler.hardware.targets import Target
 
 
 def render_and_build(target: Target, ops: Iterable[Op], cache_dir: Path) -> tuple[str, bytes]:
-    """Return C source and shared library.
+    """Return the source and what is built of it: for a C back end the shared library.
 
     Raises:
+        UnsupportedOperatorError: The target's back end lacks an operation.
         ToolchainError: The C compiler failed.
     """
-    source = render_kernels(target, ops)
-    return source, compile_shared(source, target, cache_dir)
+    emitter = emitter_for(target)
+    source = emitter.emit(ops, target)
+    return source, emitter.build(source, target, cache_dir)

@@ -1,53 +1,29 @@
-"""Render the C of one kernel library: runtime, tile layer and exactly the kernels that are used."""
+"""The C back ends: runtime, tile layer and exactly the kernels that are used, as one library.
+
+`x86-64`, `aarch64` and `riscv64` take the best tile layer of their target; `portable` takes the
+plain C one, which is the specification of the format, on whatever the compiler targets.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import IntEnum
-from functools import cache
 from pathlib import Path
-from typing import Final
-
-import jinja2
+from types import MappingProxyType
+from typing import ClassVar, Final
 
 from compiler.contract import plan_format, policy
 from compiler.contract.moe_rules import MAX_LINEAR_K
 from compiler.contract.native_abi import C_STRUCTS
-from compiler.contract.operations import (
-    MAX_DIM,
-    Act,
-    ExpertAct,
-    ExpertEvent,
-    NormKind,
-    Op,
-    RouteOrder,
-    UnaryKind,
-)
-from compiler.contract.plan_format import ABI_VERSION, RECORDS, Kind, Status
+from compiler.contract.operations import MAX_DIM, Op
+from compiler.contract.plan_format import ABI_VERSION, RECORDS
 from compiler.contract.policy_calls import OP_KINDS
-from compiler.contract.reference import MapKind, PoolKind, ReduceKind, ScatterKind
+from compiler.emitters.interface import Part, SparseKernelEmitter
+from compiler.emitters.templates import SHARED, render
+from compiler.emitters.toolchain import PROGRAM_FLAGS, compile_c, compile_shared
 from compiler.hardware.targets import Target
 from compiler.kernels import constants, naming, reference, registry
-from compiler.kernels.select import TileSpec, select_tile
+from compiler.kernels.select import PORTABLE, TileSpec, select_tile
 
-_ROOT: Final = Path(registry.__file__).parent
 _C_TYPES: Final = {"s": "char", "H": "uint16_t", "I": "uint32_t", "Q": "uint64_t"}
-_ENUMS: Final[tuple[type[IntEnum], ...]] = (
-    Status,
-    Kind,
-    Op,
-    Act,
-    NormKind,
-    UnaryKind,
-    RouteOrder,
-    ExpertAct,
-    ExpertEvent,
-    MapKind,
-    ReduceKind,
-    PoolKind,
-    ScatterKind,
-    policy.Variant,
-    policy.CallKind,
-)
 _RUNTIME: Final = ("prelude", "vector", "math", "rows", "system", "policy", "pool")
 _POLICY: Final = {
     "bounds": {
@@ -77,32 +53,119 @@ class OpRow:
     weights: int
 
 
-def render_kernels(target: Target, ops: Iterable[Op], *, tile: TileSpec | None = None) -> str:
-    """Return the C source of a library for `target` that offers `ops`.
+class CEmitter(SparseKernelEmitter):
+    """C for one machine.
 
-    The text depends on nothing but the arguments and the templates.
-
-    Args:
-        target: What to render for.
-        ops: Operations to offer, in any order.
-        tile: Tile layer to use instead of the best one; tests compare them.
+    Attributes:
+        header: Of the compiler's own headers, the one that declares the machine's instructions.
     """
-    chosen = tile or select_tile(target.isa)
-    offered = sorted({used for op in ops for used in (op, *registry.KERNELS[op].uses)})
-    context = _context(target, offered, chosen)
-    environment = _environment()
-    parts = []
-    for template in _templates(offered, chosen):
-        text = environment.get_template(template).render(context)
-        parts.append(f"/* ======== {template} ======== */\n{text.strip()}\n")
-    names = "\n".join(f" *   {name}" for name in naming.kernel_names(offered, chosen))
-    return f"/* Kernels for {target.id}:\n{names}\n */\n" + "\n".join(parts)
+
+    header: ClassVar[str] = ""
+    parts = MappingProxyType(
+        {
+            Part.INDEX: ("sf_w4_block", "sf_w4_panels"),
+            Part.LOAD: ("sf_cell_load",),
+            Part.MMA: ("sf_group_init", "sf_group_mac", "sf_acc_scale"),
+            Part.STORE: ("sf_acc_floats", "sf_sink_put"),
+        }
+    )
+
+    def capabilities(self) -> frozenset[Op]:
+        """Return every operation."""
+        return frozenset(registry.KERNELS)
+
+    def emit(self, ops: Iterable[Op], target: Target) -> str:
+        """Return the C source of a library for `target` that offers `ops`."""
+        chosen = self.tile(target)
+        offered = sorted({used for op in ops for used in (op, *registry.KERNELS[op].uses)})
+        context = self._context(target, offered, chosen)
+        parts = [render(template, context) for template in _templates(offered, chosen)]
+        names = "\n".join(f" *   {name}" for name in naming.kernel_names(offered, chosen))
+        return f"/* Kernels for {target.id}:\n{names}\n */\n" + "\n".join(parts)
+
+    def build(self, source: str, target: Target, cache_dir: Path) -> bytes:
+        """Return the shared library."""
+        return compile_shared(source, target, cache_dir)
+
+    def emit_program(self, ops: Iterable[Op], target: Target) -> str:
+        """Return the C source of the emulator program: the library and a main."""
+        return f"{self.emit(ops, target)}\n" + render("runtime/runner.c.in", {"arch": target.arch})
+
+    def build_program(self, ops: Iterable[Op], target: Target, cache_dir: Path) -> bytes:
+        """Return the emulator program.
+
+        Raises:
+            ToolchainError: The compiler failed.
+        """
+        source = self.emit_program(ops, target)
+        return compile_c(source, target, cache_dir, flags=PROGRAM_FLAGS, suffix=".run")
+
+    def _context(self, target: Target, ops: list[Op], tile: TileSpec) -> dict[str, object]:
+        rows = []
+        for op in ops:
+            spec = registry.KERNELS[op]
+            scratch = f"{spec.function}_scratch" if spec.scratch else "NULL"
+            rows.append(OpRow(op.name, spec.function, scratch, *spec.fewest))
+        return {
+            **SHARED,
+            "abi_version": ABI_VERSION,
+            "alignment": plan_format.ALIGNMENT,
+            "arch": target.arch,
+            "c_types": _C_TYPES,
+            "call_kinds": {op.name: kind.name for op, kind in OP_KINDS.items()},
+            "conv_pixels": tile.conv_pixels,
+            "header": self.header,
+            "isa": tile.isa,
+            "magic": ", ".join(f"'{chr(byte)}'" for byte in plan_format.MAGIC),
+            "max_context_bytes": plan_format.MAX_CONTEXT_BYTES,
+            "max_dim": MAX_DIM,
+            "max_k": MAX_LINEAR_K,
+            "max_kv_bytes": plan_format.MAX_KV_BYTES,
+            "max_plan_bytes": plan_format.MAX_PLAN_BYTES,
+            "max_tokens": plan_format.MAX_TOKENS,
+            "min_piece_bytes": constants.MIN_PIECE_BYTES,
+            "ops": [op.name for op in ops],
+            "policy": _POLICY,
+            "records": RECORDS,
+            "maps": reference.MAPS,
+            "layouts": reference.LAYOUT_OFFSETS,
+            "double": constants.DOUBLE,
+            "structs": C_STRUCTS,
+            "table": rows,
+            "tables": _TABLES,
+        }
 
 
-def render_runner(target: Target, ops: Iterable[Op]) -> str:
-    """Return the C source of the emulator program: the library and a main that plays a script."""
-    runner = _environment().get_template("runtime/runner.c.in").render({"arch": target.arch})
-    return f"{render_kernels(target, ops)}\n{runner}"
+class X86Emitter(CEmitter):
+    """C with the instructions of x86-64."""
+
+    name, header = "x86-64", "immintrin.h"
+
+
+class ArmEmitter(CEmitter):
+    """C with the instructions of AArch64."""
+
+    name, header = "aarch64", "arm_neon.h"
+
+
+class RiscvEmitter(CEmitter):
+    """C for RISC-V; the compiler makes its vector instructions."""
+
+    name = "riscv64"
+
+
+class PortableEmitter(CEmitter):
+    """Plain C for the machine of any target: the specification of the W4 tile."""
+
+    name = "portable"
+
+    def serves(self, target: Target) -> bool:
+        """Return whether there is a C compiler for the target."""
+        return bool(target.triple)
+
+    def tile(self, target: Target) -> TileSpec:  # noqa: ARG002 - the same for all
+        """Return the plain C tile."""
+        return select_tile(frozenset((PORTABLE,)))
 
 
 def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
@@ -118,58 +181,3 @@ def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
         found.append(registry.GELU_TEMPLATE)
     found += dict.fromkeys(spec.template for spec in specs)
     return [*found, "runtime/stored_load.c.in", "runtime/vm.c.in"]
-
-
-def _context(target: Target, ops: list[Op], tile: TileSpec) -> dict[str, object]:
-    rows = []
-    for op in ops:
-        spec = registry.KERNELS[op]
-        scratch = f"{spec.function}_scratch" if spec.scratch else "NULL"
-        rows.append(OpRow(op.name, spec.function, scratch, *spec.fewest))
-    return {
-        "abi_version": ABI_VERSION,
-        "alignment": plan_format.ALIGNMENT,
-        "arch": target.arch,
-        "binary": registry.BINARY_SIGNS,
-        "c_types": _C_TYPES,
-        "call_kinds": {op.name: kind.name for op, kind in OP_KINDS.items()},
-        "conv_pixels": tile.conv_pixels,
-        "enums": {e.__name__: {m.name: int(m) for m in e} for e in _ENUMS},
-        "exp": constants.EXP,
-        "gelu": constants.GELU,
-        "isa": tile.isa,
-        "log": constants.LOG,
-        "magic": ", ".join(f"'{chr(byte)}'" for byte in plan_format.MAGIC),
-        "max_context_bytes": plan_format.MAX_CONTEXT_BYTES,
-        "max_dim": MAX_DIM,
-        "max_k": MAX_LINEAR_K,
-        "max_kv_bytes": plan_format.MAX_KV_BYTES,
-        "max_plan_bytes": plan_format.MAX_PLAN_BYTES,
-        "max_tokens": plan_format.MAX_TOKENS,
-        "min_piece_bytes": constants.MIN_PIECE_BYTES,
-        "ops": [op.name for op in ops],
-        "policy": _POLICY,
-        "records": RECORDS,
-        "maps": reference.MAPS,
-        "layouts": reference.LAYOUT_OFFSETS,
-        "double": constants.DOUBLE,
-        "smallest_amax": constants.SMALLEST_AMAX,
-        "structs": C_STRUCTS,
-        "table": rows,
-        "tables": _TABLES,
-    }
-
-
-@cache
-def _environment() -> jinja2.Environment:
-    """The template dialect: `$ ` statements, `$#` comments, `${...}` holes."""
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_ROOT),
-        line_statement_prefix="$ ",
-        line_comment_prefix="$#",
-        variable_start_string="${",
-        variable_end_string="}",
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701 - the output is C, not HTML
-    )

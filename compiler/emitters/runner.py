@@ -14,8 +14,10 @@ from compiler.contract.native_errors import raise_status
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanProgram, parse_plan
 from compiler.contract.plan_format import DTYPE_BYTES, Direction, Status, align
-from compiler.emitters.c import render_runner
-from compiler.emitters.toolchain import PROGRAM_FLAGS, compile_c, run_program
+from compiler.emitters.backends import emitter_for
+from compiler.emitters.c import CEmitter
+from compiler.emitters.interface import EmitterError
+from compiler.emitters.toolchain import run_program
 from compiler.errors import ToolchainError
 from compiler.hardware.targets import Target
 
@@ -44,11 +46,13 @@ def build_runner(target: Target, ops: Iterable[Op], cache_dir: Path) -> bytes:
     """Return the emulator program of a target.
 
     Raises:
+        EmitterError: The target's back end makes no programs.
         ToolchainError: The compiler failed.
     """
-    return compile_c(
-        render_runner(target, ops), target, cache_dir, flags=PROGRAM_FLAGS, suffix=".run"
-    )
+    emitter = emitter_for(target)
+    if not isinstance(emitter, CEmitter):
+        raise EmitterError(f"the {emitter.name} back end makes no programs")
+    return emitter.build_program(ops, target, cache_dir)
 
 
 def play(

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -17,12 +17,9 @@ from typing import Final
 
 import ziglang
 
-from compiler.contract.operations import Op
-from compiler.emitters.c import render_kernels
 from compiler.emitters.processes import run_command
 from compiler.errors import ToolchainError
 from compiler.hardware.targets import Target
-from compiler.kernels.select import TileSpec
 
 FLAGS: Final = (
     *("-std=c11", "-O3", "-ffp-contract=off", "-fno-fast-math", "-fno-math-errno"),
@@ -38,29 +35,11 @@ TIMEOUT_SECONDS: Final = 300
 _TAIL_LINES: Final = 12
 
 
-def build_kernels(
-    target: Target, ops: Iterable[Op], cache_dir: Path, *, tile: TileSpec | None = None
-) -> bytes:
-    """Return the shared library for `target` that offers exactly `ops`.
-
-    Args:
-        target: What to build for.
-        ops: Operations to offer, in any order.
-        cache_dir: Folder of results and of the compiler's own caches; made if missing.
-        tile: Tile layer to use instead of the target's best one.
-
-    Raises:
-        ToolchainError: The compiler is missing, crashed, took too long or refused the source.
-    """
-    source = render_kernels(target, ops, tile=tile)
-    return compile_shared(source, target, cache_dir)
-
-
 def compile_shared(source: str, target: Target, cache_dir: Path) -> bytes:
     """Return the shared library made of one C source; from the cache if it was made before.
 
     Raises:
-        ToolchainError: As `build_kernels`.
+        ToolchainError: The compiler is missing, crashed, took too long or refused the source.
     """
     return compile_c(source, target, cache_dir, flags=FLAGS, suffix=".so")
 
@@ -71,7 +50,7 @@ def compile_c(
     """Compile and link one C source with explicit flags.
 
     Raises:
-        ToolchainError: As `build_kernels`.
+        ToolchainError: As `compile_shared`.
     """
     command = ("-target", target.triple, f"-mcpu={target.mcpu}", *flags)
     key = hashlib.sha256("\0".join((_compiler_version(), *command, source)).encode()).hexdigest()

@@ -23,6 +23,7 @@ class Target:
     Attributes:
         id: Permanent name.
         arch: Machine name as `uname -m` gives it.
+        backend: Code generator (`compiler.emitters.backends`) that builds for it.
         triple: Target of the C compiler.
         mcpu: Processor argument of the C compiler.
         features: Names in /proc/cpuinfo (flags or Features) that a device must have.
@@ -32,6 +33,7 @@ class Target:
 
     id: str
     arch: str
+    backend: str
     triple: str
     mcpu: str
     features: frozenset[str]
@@ -47,6 +49,7 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target(
         id="x86-64-v1",
         arch="x86_64",
+        backend="x86-64",
         triple="x86_64-linux-gnu",
         mcpu="x86_64",
         features=frozenset({"sse2"}),
@@ -56,6 +59,7 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target(
         id="x86-64-v2",
         arch="x86_64",
+        backend="x86-64",
         triple="x86_64-linux-gnu",
         mcpu="x86_64_v2",
         features=_V2,
@@ -65,6 +69,7 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target(
         id="x86-64-v3",
         arch="x86_64",
+        backend="x86-64",
         triple="x86_64-linux-gnu",
         mcpu="x86_64_v3",
         features=_V3,
@@ -74,6 +79,7 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target(
         id="x86-64-v4-vnni",
         arch="x86_64",
+        backend="x86-64",
         triple="x86_64-linux-gnu",
         mcpu="x86_64_v4+avx512vnni",
         features=_V4 | {"avx512_vnni"},
@@ -83,6 +89,7 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target(
         id="aarch64",
         arch="aarch64",
+        backend="aarch64",
         triple="aarch64-linux-gnu",
         mcpu="generic",
         features=frozenset({"asimd"}),
@@ -92,6 +99,7 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target(
         id="aarch64-dotprod",
         arch="aarch64",
+        backend="aarch64",
         triple="aarch64-linux-gnu",
         mcpu="generic+dotprod",
         features=frozenset({"asimd", "asimddp"}),
@@ -101,6 +109,7 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target(
         id="aarch64-i8mm",
         arch="aarch64",
+        backend="aarch64",
         triple="aarch64-linux-gnu",
         mcpu="generic+dotprod+i8mm",
         features=frozenset({"asimd", "asimddp", "i8mm"}),
@@ -110,6 +119,7 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target(
         id="aarch64-sve2",
         arch="aarch64",
+        backend="aarch64",
         triple="aarch64-linux-gnu",
         mcpu="generic+sve2+dotprod+i8mm",
         features=frozenset({"asimd", "asimddp", "i8mm", "sve", "sve2", "svei8mm"}),
@@ -119,6 +129,7 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target(
         id="riscv64",
         arch="riscv64",
+        backend="riscv64",
         triple="riscv64-linux-musl",
         mcpu="baseline_rv64",
         features=frozenset(),
@@ -128,6 +139,7 @@ TARGETS: Final[tuple[Target, ...]] = (
     Target(
         id="riscv64-v",
         arch="riscv64",
+        backend="riscv64",
         triple="riscv64-linux-musl",
         mcpu="baseline_rv64+v",
         features=frozenset({"v"}),

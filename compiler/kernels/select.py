@@ -21,6 +21,7 @@ class TileSpec:
     conv_pixels: int
 
 
+PORTABLE: Final = "portable"
 TILES: Final[tuple[TileSpec, ...]] = (
     TileSpec("avx512vnni", "templates/tile_avx512vnni.c.in", rows=4, conv_pixels=4),
     TileSpec("avx2", "templates/tile_maddubs.c.in", rows=4, conv_pixels=4),
@@ -29,10 +30,10 @@ TILES: Final[tuple[TileSpec, ...]] = (
     TileSpec("dotprod", "templates/tile_dotprod.c.in", rows=4, conv_pixels=4),
     TileSpec("ssse3", "templates/tile_maddubs.c.in", rows=2, conv_pixels=2),
     TileSpec("vec128", "templates/tile_vec128.c.in", rows=2, conv_pixels=2),
-    TileSpec("portable", "templates/tile_portable.c.in", rows=4, conv_pixels=2),
+    TileSpec(PORTABLE, "templates/tile_portable.c.in", rows=4, conv_pixels=2),
 )
 
 
 def select_tile(isa: frozenset[str]) -> TileSpec:
     """Return the first tile whose instruction set is there; the portable one otherwise."""
-    return next(tile for tile in TILES if tile.isa in isa or tile.isa == "portable")
+    return next(tile for tile in TILES if tile.isa in isa or tile.isa == PORTABLE)

@@ -4,7 +4,7 @@ import ctypes
 
 from compiler.contract.native_abi import C_STRUCTS
 from compiler.contract.plan_format import RECORDS
-from compiler.emitters.c import render_kernels
+from compiler.emitters.backends import render_kernels
 from compiler.emitters.toolchain import FLAGS, compile_c
 from compiler.hardware.targets import find_target
 from tests.factories.kernels import CACHE

@@ -18,7 +18,7 @@ from compiler.contract import native
 from compiler.contract.native import NativePlan
 from compiler.contract.operations import Op
 from compiler.contract.plan_format import align
-from compiler.emitters.c import render_kernels
+from compiler.emitters.backends import render_kernels
 from compiler.emitters.toolchain import FLAGS, compile_c
 from compiler.hardware.targets import find_target
 from tests.factories.kernels import CACHE, Case, library, native_targets, raw

@@ -9,11 +9,11 @@ import numpy as np
 
 from compiler.contract.native import NativePlan
 from compiler.contract.operations import Op
+from compiler.emitters.backends import build_kernels
+from compiler.emitters.c import PortableEmitter
 from compiler.emitters.plan import EmittedPlan, emit_plan
-from compiler.emitters.toolchain import build_kernels
 from compiler.hardware.targets import TARGETS, Target, find_target
 from compiler.kernels.program import Module
-from compiler.kernels.select import TILES
 from compiler.quant.module import PackedModule, pack_module
 from compiler.simulator import Simulator
 
@@ -40,8 +40,8 @@ def native_targets() -> tuple[str, ...]:
 def library(target_id: str, ops: frozenset[Op] = frozenset(Op)) -> bytes:
     """Return a kernel library, built once per change of its source."""
     if target_id == PORTABLE:
-        tile = next(tile for tile in TILES if tile.isa == PORTABLE)
-        return build_kernels(find_target("x86-64-v1"), ops, CACHE, tile=tile)
+        plain, target = PortableEmitter(), find_target("x86-64-v1")
+        return plain.build(plain.emit(ops, target), target, CACHE)
     return build_kernels(find_target(target_id), ops, CACHE)
 
 

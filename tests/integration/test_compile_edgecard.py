@@ -30,7 +30,7 @@ from compiler.driver.compile import compile_model
 from compiler.driver.evaluate import answer_cards, evaluate_bundle, score
 from compiler.driver.native_check import runs_here
 from compiler.driver.options import STAGES, CompiledBundle, CompileOptions
-from compiler.emitters.c import render_kernels
+from compiler.emitters.c import CEmitter
 from compiler.errors import CompilerError, MalformedModelError, SelfTestError
 from compiler.hardware.targets import find_target
 from tests.factories.bundles import STORE, compiled, submission
@@ -292,13 +292,15 @@ def _compile_broken(monkeypatch, folder: Path, line: str, **changes) -> None:
     """Compile with a line of C put at the start of the ARGMAX kernel."""
     signature = "int32_t sf_argmax(sf_context *ctx, const sf_call *c) {"
 
-    def render(target, ops) -> str:
-        source = render_kernels(target, ops)
+    emit = CEmitter.emit
+
+    def broken(self, ops, target) -> str:
+        source = emit(self, ops, target)
         assert signature in source
         return source.replace(signature, signature + line)
 
     compiled("v1", here("x86-64-v3"), folder)  # vectors are in the cache from here on
-    monkeypatch.setattr("compiler.driver.build_kernels.render_kernels", render)
+    monkeypatch.setattr(CEmitter, "emit", broken)
     monkeypatch.setattr("compiler.driver.compile.find_kernels", lambda *_: None)
     monkeypatch.setattr("compiler.driver.kernel_stage.STAGE", "broken")
     options = CompileOptions("x86-64-v3", "edgecard", "v1", cache_dir=STORE, **changes)

@@ -14,7 +14,8 @@ from compiler.contract.native_library import KernelLibrary
 from compiler.contract.native_memory import HUGE_PAGE_BYTES, Memory, huge_bytes_between
 from compiler.contract.operations import Op
 from compiler.contract.plan import PlanError
-from compiler.emitters.toolchain import build_kernels, compile_shared
+from compiler.emitters.backends import build_kernels
+from compiler.emitters.toolchain import compile_shared
 from compiler.errors import ToolchainError
 from compiler.hardware.targets import find_target
 from tests.factories.kernels import CACHE, Case, ids, library, native_targets, raw

@@ -5,7 +5,7 @@ import pytest
 from compiler.contract.operations import Op
 from compiler.contract.plan_format import Status
 from compiler.driver.explain.costs import F32_MACS_PER_CYCLE, W4_MACS_PER_CYCLE
-from compiler.emitters.c import render_kernels
+from compiler.emitters.backends import render_kernels
 from compiler.hardware.targets import (
     TARGETS,
     UnknownTargetError,

@@ -1,0 +1,75 @@
+"""The template dialect that every back end renders, and the values that all of them share."""
+
+from collections.abc import Mapping
+from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import jinja2
+
+from compiler.contract import policy
+from compiler.contract.operations import (
+    Act,
+    ExpertAct,
+    ExpertEvent,
+    NormKind,
+    Op,
+    RouteOrder,
+    UnaryKind,
+)
+from compiler.contract.plan_format import Kind, Status
+from compiler.contract.reference import MapKind, PoolKind, ReduceKind, ScatterKind
+from compiler.kernels import constants, registry
+
+_ROOT: Final = Path(registry.__file__).parent
+_ENUMS: Final[tuple[type[IntEnum], ...]] = (
+    Status,
+    Kind,
+    Op,
+    Act,
+    NormKind,
+    UnaryKind,
+    RouteOrder,
+    ExpertAct,
+    ExpertEvent,
+    MapKind,
+    ReduceKind,
+    PoolKind,
+    ScatterKind,
+    policy.Variant,
+    policy.CallKind,
+)
+SHARED: Final[Mapping[str, object]] = MappingProxyType(
+    {
+        "binary": registry.BINARY_SIGNS,
+        "enums": {e.__name__: {m.name: int(m) for m in e} for e in _ENUMS},
+        "exp": constants.EXP,
+        "gelu": constants.GELU,
+        "log": constants.LOG,
+        "smallest_amax": constants.SMALLEST_AMAX,
+    }
+)
+"""Template parameters that depend on neither the target nor the operations."""
+
+
+def render(template: str, context: Mapping[str, object]) -> str:
+    """Return one rendered template under `compiler/kernels`, headed by its name."""
+    text = _environment().get_template(template).render(context)
+    return f"/* ======== {template} ======== */\n{text.strip()}\n"
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    """The template dialect: `$ ` statements, `$#` comments, `${...}` holes."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_ROOT),
+        line_statement_prefix="$ ",
+        line_comment_prefix="$#",
+        variable_start_string="${",
+        variable_end_string="}",
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 - the output is C, not HTML
+    )
