@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Final
+from typing import Final
 
 from compiler.contract import plan_format, policy
 from compiler.contract.moe_rules import MAX_LINEAR_K
@@ -24,6 +24,7 @@ from compiler.kernels import constants, naming, reference, registry
 from compiler.kernels.select import PORTABLE, TileSpec, select_tile
 
 _C_TYPES: Final = {"s": "char", "H": "uint16_t", "I": "uint32_t", "Q": "uint64_t"}
+_HEADERS: Final = {"x86_64": "immintrin.h", "aarch64": "arm_neon.h"}
 _RUNTIME: Final = ("prelude", "vector", "math", "rows", "system", "policy", "pool")
 _POLICY: Final = {
     "bounds": {
@@ -54,13 +55,8 @@ class OpRow:
 
 
 class CEmitter(SparseKernelEmitter):
-    """C for one machine.
+    """C for one machine."""
 
-    Attributes:
-        header: Of the compiler's own headers, the one that declares the machine's instructions.
-    """
-
-    header: ClassVar[str] = ""
     parts = MappingProxyType(
         {
             Part.INDEX: ("sf_w4_block", "sf_w4_panels"),
@@ -114,7 +110,7 @@ class CEmitter(SparseKernelEmitter):
             "c_types": _C_TYPES,
             "call_kinds": {op.name: kind.name for op, kind in OP_KINDS.items()},
             "conv_pixels": tile.conv_pixels,
-            "header": self.header,
+            "header": _HEADERS.get(target.arch, ""),
             "isa": tile.isa,
             "magic": ", ".join(f"'{chr(byte)}'" for byte in plan_format.MAGIC),
             "max_context_bytes": plan_format.MAX_CONTEXT_BYTES,
@@ -139,13 +135,13 @@ class CEmitter(SparseKernelEmitter):
 class X86Emitter(CEmitter):
     """C with the instructions of x86-64."""
 
-    name, header = "x86-64", "immintrin.h"
+    name = "x86-64"
 
 
 class ArmEmitter(CEmitter):
     """C with the instructions of AArch64."""
 
-    name, header = "aarch64", "arm_neon.h"
+    name = "aarch64"
 
 
 class RiscvEmitter(CEmitter):
