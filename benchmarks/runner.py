@@ -10,6 +10,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, sleep
@@ -59,6 +60,7 @@ def interleaved(
     rounds: int,
     warm_up: int = 1,
     pause_s: float = 0.0,
+    alone: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, list[float]]:
     """Return seconds of every round of every candidate, run in turn.
 
@@ -68,16 +70,19 @@ def interleaved(
             reverse order, so that none always follows the same one.
         warm_up: Rounds before, not measured.
         pause_s: Rest before each run, so that threads of the one before go to sleep.
+        alone: What each run is wrapped in; entering and leaving it is not measured.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for at in range(-warm_up, rounds):
         order = list(candidates) if at % 2 == 0 else list(candidates)[::-1]
         for name in order:
             sleep(pause_s)
-            start = perf_counter()
-            candidates[name]()
+            with alone():
+                start = perf_counter()
+                candidates[name]()
+                spent = perf_counter() - start
             if at >= 0:
-                seconds[name].append(perf_counter() - start)
+                seconds[name].append(spent)
     return seconds
 
 

@@ -34,6 +34,7 @@ SECTION: Final = "weights.shared"
 TILE_BYTES: Final = PANEL * GROUP // 2 + PANEL
 """Codes and scales of one tile of 16 rows and 32 columns."""
 ROW_SCALE: Final = 2.0**-13
+DIFFERENT: Final = 48
 
 
 def random_w4(n: int, k: int, seed: int, live: float = 1.0) -> PackedW4:
@@ -86,8 +87,12 @@ def _shape_only(n: int, k: int) -> np.ndarray:
 
 
 def linear_walk(n: int, k: int, count: int, rows: int = 1, live: float = 1.0) -> Synthetic:
-    """Return `count` products of one x (rows, k) with matrices (n, k) of their own."""
-    packed = {at: random_w4(n, k, at, live) for at in range(count)}
+    """Return `count` products of one x (rows, k) with matrices (n, k) of their own.
+
+    Of more than `DIFFERENT` matrices some have equal bytes, at places of their own.
+    """
+    different = [random_w4(n, k, at, live) for at in range(min(count, DIFFERENT))]
+    packed = {at: different[at % DIFFERENT] for at in range(count)}
     layout = DENSE if live == 1.0 else TILES
     weights = tuple(Weight(at, "w4", _shape_only(n, k), SECTION, layout) for at in range(count))
     buffers = [Buffer(0, rows, False, k, "f32")]
