@@ -7,6 +7,7 @@ from typing import Final
 from compiler.contract.operations import Op
 from compiler.emitters.c import ArmEmitter, PortableEmitter, RiscvEmitter, X86Emitter
 from compiler.emitters.interface import EmitterError, SparseKernelEmitter
+from compiler.emitters.opencl.emitter import OpenClEmitter
 from compiler.hardware.targets import Target
 
 BACKENDS: Final[tuple[SparseKernelEmitter, ...]] = (
@@ -14,6 +15,7 @@ BACKENDS: Final[tuple[SparseKernelEmitter, ...]] = (
     ArmEmitter(),
     RiscvEmitter(),
     PortableEmitter(),
+    OpenClEmitter(),
 )
 
 

@@ -112,6 +112,7 @@ class CEmitter(SparseKernelEmitter):
             "conv_pixels": tile.conv_pixels,
             "header": _HEADERS.get(target.arch, ""),
             "isa": tile.isa,
+            "language": "c",
             "magic": ", ".join(f"'{chr(byte)}'" for byte in plan_format.MAGIC),
             "max_context_bytes": plan_format.MAX_CONTEXT_BYTES,
             "max_dim": MAX_DIM,
@@ -169,6 +170,8 @@ def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
     found = [f"runtime/{name}.c.in" for name in _RUNTIME]
     if any(spec.tiled for spec in specs):
         found += [tile.template, registry.W4_TEMPLATE]
+    if Op.ROUTE in ops:
+        found.append(registry.ROUTE_TEMPLATE)
     if Op.LINEAR in ops:
         found.append(registry.STORED_TEMPLATE)
     if any(spec.is_reference for spec in specs):

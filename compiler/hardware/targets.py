@@ -148,7 +148,21 @@ TARGETS: Final[tuple[Target, ...]] = (
     ),
 )
 
-_BY_ID: Final = {target.id: target for target in TARGETS}
+OPENCL: Final = Target(
+    id="opencl",
+    arch="opencl",
+    backend="opencl",
+    triple="",
+    mcpu="",
+    features=frozenset(),
+    isa=frozenset({"opencl"}),
+    verified_on="host",
+)
+"""A GPU, or whatever else takes OpenCL C 1.2: compiled for by name only. No machine reports this
+architecture, so no device is given such a bundle."""
+ALL_TARGETS: Final = (*TARGETS, OPENCL)
+
+_BY_ID: Final = {target.id: target for target in ALL_TARGETS}
 
 
 def find_target(target_id: str) -> Target:

