@@ -1,7 +1,7 @@
 # Developers' targets. Users need none of them: `python3 manage.py demo` and `python3 manage.py test` set up everything.
 PY ?= .venv/bin/python
 
-.PHONY: help env check format test full states openapi bench-answer bench-compile bench-kernels bench-layouts bench-prune demo lock lock-exporters peers
+.PHONY: help env check format test full states openapi bench-answer bench-compile bench-decode bench-kernels bench-layouts bench-prune demo lock lock-exporters peers
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,9 @@ bench-compile: env ## Compile EdgeCard cold, after one changed expert, unchanged
 peers: env ## What we measure against, once: ggml is built here, a few minutes and a C++ compiler
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_OPENMP=OFF -DLLAVA_BUILD=OFF" \
 	  $(PY) -m pip install --require-hashes -r requirements-peers.lock
+
+bench-decode: peers ## A whole decoder, token by token, against ONNX Runtime and llama.cpp; the result table
+	$(PY) -m benchmarks.decode --check
 
 bench-kernels: peers ## Products and routed layers against the read limit, ONNX Runtime, ggml and OpenVINO
 	$(PY) -m benchmarks.kernels --check

@@ -101,7 +101,7 @@ def version() -> str:
 def _libraries() -> Sequence[ctypes.CDLL]:
     package = import_module("llama_cpp")
     folder = Path(str(package.__file__)).parent / "lib"
-    names = ("libggml-base.so", "libggml-cpu.so", "libggml.so")
+    names = ("libggml-base.so.0", "libggml-cpu.so.0", "libggml.so.0")  # as libllama loads them
     return [ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL) for name in names]
 
 
@@ -127,12 +127,16 @@ class _Ggml(SimpleNamespace):
     def backend(self, threads: int) -> int:
         """Return a processor back end whose workers hardly poll."""
         backend = self.backend_cpu_init()
+        self.backend_cpu_set_n_threads(backend, threads)
+        self.backend_cpu_set_threadpool(backend, self.pool(threads))
+        return int(backend)
+
+    def pool(self, threads: int) -> int:
+        """Return a pool of threads that hardly poll."""
         params = _PoolParams()
         self.threadpool_params_init(ctypes.byref(params), threads)
         params.poll = LEAST_POLL
-        self.backend_cpu_set_n_threads(backend, threads)
-        self.backend_cpu_set_threadpool(backend, self.threadpool_new(ctypes.byref(params)))
-        return int(backend)
+        return int(self.threadpool_new(ctypes.byref(params)))
 
     def weight_buffers(self) -> int:
         """Return the buffer type of repacked weights.
@@ -164,6 +168,11 @@ class _Ggml(SimpleNamespace):
     def fill(self, tensor: int, data: np.ndarray) -> None:
         """Copy bytes into a tensor."""
         self.backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
+
+
+def thread_pool(threads: int) -> int:
+    """Return a pool for a context of llama.cpp, of threads that hardly poll."""
+    return _Ggml().pool(threads)
 
 
 def _place_weights(g: _Ggml, context: int) -> None:

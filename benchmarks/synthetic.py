@@ -82,7 +82,8 @@ def load(target_id: str, emitted: EmittedPlan, ops: tuple[Op, ...], threads: int
     return NativePlan(kernels, emitted.plan_bytes, emitted.sections, threads=threads)
 
 
-def _shape_only(n: int, k: int) -> np.ndarray:
+def shape_only(n: int, k: int) -> np.ndarray:
+    """Return an array of a shape that takes no memory."""
     return np.broadcast_to(np.float32(1.0), (n, k))
 
 
@@ -94,7 +95,7 @@ def linear_walk(n: int, k: int, count: int, rows: int = 1, live: float = 1.0) ->
     different = [random_w4(n, k, at, live) for at in range(min(count, DIFFERENT))]
     packed = {at: different[at % DIFFERENT] for at in range(count)}
     layout = DENSE if live == 1.0 else TILES
-    weights = tuple(Weight(at, "w4", _shape_only(n, k), SECTION, layout) for at in range(count))
+    weights = tuple(Weight(at, "w4", shape_only(n, k), SECTION, layout) for at in range(count))
     buffers = [Buffer(0, rows, False, k, "f32")]
     buffers += [Buffer(at + 1, rows, False, n, "f32") for at in range(count)]
     calls = tuple(Call(Op.LINEAR, (0,), (at + 1,), (at,), {}) for at in range(count))
@@ -118,7 +119,7 @@ def moe_walk(layers: int, width: int, hidden: int, experts: int, k: int = 2) -> 
 
     def add_w4(n: int, depth: int) -> int:
         packed[len(weights)] = random_w4(n, depth, len(weights))
-        weights.append(Weight(len(weights), "w4", _shape_only(n, depth), SECTION))
+        weights.append(Weight(len(weights), "w4", shape_only(n, depth), SECTION))
         return len(weights) - 1
 
     for layer in range(layers):
