@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks import peer_table
+from benchmarks.kernels_ops import op_claims
 from benchmarks.peer_table import Peer
 from benchmarks.priority import uninterrupted
 from benchmarks.read_limit import Reader
@@ -303,6 +304,7 @@ def measure() -> list[Claim]:
         *sparse_claims(target.id),
         *prefill_claims(target.id),
         *call_claims(target.id),
+        *op_claims(target.id),
     ]
 
 

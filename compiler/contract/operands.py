@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple
 
 from compiler.contract.errors import ContractError
+from compiler.contract.plan_format import KvKind
 
 MAX_HEAD_DIM: Final = 1024
 
@@ -39,12 +40,19 @@ class WeightShape(NamedTuple):
 
 
 class KvShape(NamedTuple):
-    """The key/value cache: `capacity` rows of `heads * head_dim` floats per layer, twice."""
+    """The key/value cache: `capacity` rows of `heads * head_dim` numbers per layer, twice."""
 
     layers: int
     heads: int
     head_dim: int
     capacity: int
+    kind: KvKind = KvKind.F32
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole cache."""
+        head = self.head_dim + 4 if self.kind is KvKind.I8 else 4 * self.head_dim
+        return 2 * self.layers * self.capacity * self.heads * head
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ from compiler.contract.plan_format import (
     Direction,
     DType,
     Kind,
+    KvKind,
     Record,
     weight_bytes,
 )
@@ -213,7 +214,7 @@ def _read_header(data: bytes) -> _Header:
     fields = HEADER.layout.unpack_from(data)
     magic, abi, header_bytes, total = fields[:4]
     counts, max_tokens, kv_sizes = fields[4:11], fields[11], fields[12:16]
-    arena_bytes, reserved = fields[16:]
+    arena_bytes, kv_kind, reserved = fields[16:]
     _need(magic == MAGIC, "this is not a plan")
     _need(abi == ABI_VERSION, f"plan ABI {abi}, this runtime has {ABI_VERSION}")
     _need(header_bytes == size and reserved == 0, "the header is damaged")
@@ -224,16 +225,17 @@ def _read_header(data: bytes) -> _Header:
     _need(total == expected == len(data), f"{len(data)} bytes, the tables need {expected}")
     _need(1 <= max_tokens <= MAX_TOKENS, f"max_tokens {max_tokens} is out of range")
     _need(arena_bytes <= MAX_ARENA_BYTES, f"an arena of {arena_bytes} bytes is too large")
-    return _Header(counts, max_tokens, _read_kv(kv_sizes), arena_bytes)
+    return _Header(counts, max_tokens, _read_kv(kv_sizes, kv_kind), arena_bytes)
 
 
-def _read_kv(sizes: tuple[int, ...]) -> KvShape | None:
+def _read_kv(sizes: tuple[int, ...], kind: int) -> KvShape | None:
+    _need(kind in list(KvKind), f"a cache of unknown kind {kind}")
     if not any(sizes):
         return None
     _need(all(1 <= size <= MAX_DIM for size in sizes), f"a cache of {sizes} is out of range")
-    kv = KvShape(*sizes)
-    total = 2 * 4 * kv.layers * kv.heads * kv.head_dim * kv.capacity
-    _need(total <= MAX_KV_BYTES, f"a cache of {total} bytes is too large")
+    layers, heads, head_dim, capacity = sizes
+    kv = KvShape(layers, heads, head_dim, capacity, KvKind(kind))
+    _need(kv.size_bytes <= MAX_KV_BYTES, f"a cache of {kv.size_bytes} bytes is too large")
     return kv
 
 

@@ -69,6 +69,16 @@ class Kind(IntEnum):
     """Blocks of 32 x 4 of W4, equally many per 32 rows."""
 
 
+class KvKind(IntEnum):
+    """Storage of the key/value cache."""
+
+    F32 = 0
+    """(layers, 2, heads, capacity, head_dim): per layer keys, then values."""
+    I8 = 1
+    """A row and key head is int8 codes and an f32 scale, `x = code * scale`, amax / 127. First all
+    scales (layers, 2, heads, capacity), then all codes (layers, 2, heads, capacity, head_dim)."""
+
+
 class Direction(IntEnum):
     """Whether the caller fills a port or reads it."""
 
@@ -130,7 +140,7 @@ HEADER: Final = Record(
         *_u32("sections", "weights", "buffers", "programs", "ports", "calls", "operands"),
         *_u32("max_tokens", "kv_layers", "kv_heads", "kv_head_dim", "kv_capacity"),
         Field("arena_bytes", "Q"),
-        Field("reserved", "Q"),
+        *_u32("kv_kind", "reserved"),
     ),
 )
 SECTION: Final = Record("sf_section_record", (Field("name", "s", NAME_BYTES), Field("bytes", "Q")))

@@ -129,4 +129,4 @@ def _program(program: PlanProgram) -> Program:
 def _cache(plan: Plan) -> KvCache | None:
     if plan.kv is None:
         return None
-    return KvCache(plan.kv.layers, plan.kv.heads, plan.kv.head_dim, plan.kv.capacity)
+    return KvCache(*plan.kv)

@@ -115,6 +115,7 @@ class _Compilation:
             target.id,
             options.selftest_vectors,
             options.accuracy_budget,
+            options.kv,
         )
 
     def require_calibration(self) -> None:
@@ -144,8 +145,10 @@ class _Compilation:
             "layout_workspace_bytes": self.options.layout_workspace_bytes,
             "compiler": compiler_digest(),
         }
-        budget = self.options.accuracy_budget
-        key = cache_key(PORTABLE, facts | ({"accuracy_budget": budget} if budget else {}))
+        budget, kv = self.options.accuracy_budget, self.options.kv
+        changed: dict[str, Json] = {"accuracy_budget": budget} if budget else {}
+        changed |= {"kv": kv.name} if kv else {}
+        key = cache_key(PORTABLE, facts | changed)
         stored = self.cache.get(PORTABLE, key)
         if stored is not None:
             for stage in _SHARED_STAGES:
@@ -164,7 +167,7 @@ class _Compilation:
             self.cache,
             self.clock,
             self.building.begin,
-            budget,
+            (budget, kv),
         )
         self.cache.put(PORTABLE, key, portable.to_parts())
         return portable

@@ -12,6 +12,7 @@ from compiler.contract.manifest import (
     NAME_PATTERN,
     ReleaseManifest,
 )
+from compiler.contract.plan_format import KvKind
 from compiler.contract.planes import Plane
 from compiler.contract.selftest import MIN_VECTORS
 from compiler.driver.cache import DEFAULT_LIMIT_BYTES
@@ -48,6 +49,7 @@ class CompileOptions:
         limits: What the submission may cost; more is refused with a `LimitError`.
         accuracy_budget: The most accuracy on calibration cards, as a share of questions, that
             removing heads and channels may lose; 0 changes no number.
+        kv: How keys and values are stored between runs; codes of int8 change what comes out.
         progress: Called with a stage of `STAGES` and the share of the whole work done so far.
     """
 
@@ -66,6 +68,7 @@ class CompileOptions:
     layout_workspace_bytes: int = WORKSPACE_BUDGET_BYTES
     limits: ImportLimits = DEFAULT_LIMITS
     accuracy_budget: float = 0.0
+    kv: KvKind = KvKind.F32
     progress: Progress = field(default=no_progress, compare=False)
 
     def __post_init__(self) -> None:

@@ -26,8 +26,7 @@ _WEIGHT_PREFIXES: Final = ("weights.", "expert.")
 
 def requirements(plan: Plan, sections: Mapping[str, bytes]) -> Requirements:
     """Return what a device must have: RAM to run, free storage to install beside the old bundle."""
-    kv = plan.kv
-    cache = 2 * 4 * kv.layers * kv.heads * kv.head_dim * kv.capacity if kv else 0
+    cache = plan.kv.size_bytes if plan.kv else 0
     weights = sum(section.length for section in plan.sections)
     total = sum(len(data) for data in sections.values())
     return Requirements(

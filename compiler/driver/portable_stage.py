@@ -17,6 +17,7 @@ from typing import Final
 from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha256_hex
 from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
 from compiler.contract.operations import Op
+from compiler.contract.plan_format import KvKind
 from compiler.contract.planes import Plane
 from compiler.driver.activity import activity_facts
 from compiler.driver.bands import Banded, band_module
@@ -64,7 +65,7 @@ def make_portable(
     cache: StageCache,
     clock: StageClock,
     begin_kernels: Callable[[frozenset[Op]], None],
-    accuracy_budget: float = 0.0,
+    lossy: tuple[float, KvKind] = (0.0, KvKind.F32),
 ) -> Portable:
     """Compile what every target shares.
 
@@ -78,16 +79,14 @@ def make_portable(
         cache: Where `lowered`, `record` and `weight` entries are.
         clock: Gets the times.
         begin_kernels: Told the operations as soon as they are known.
-        accuracy_budget: What removing heads and channels may lose; 0 removes only dead ones.
+        lossy: What removing may lose, 0 removes what is dead; how keys and values are stored.
 
     Raises:
         UserModelError: The submission is at fault.
         CompilerError: The base is no bundle, or a pass made an invalid program.
     """
     packing, files = Packing(cache), {**model_files, **calibration}
-    removed = choose_cached(
-        directory, spec, files, accuracy_budget, costs[0], packing.pack, cache, clock
-    )
+    removed = choose_cached(directory, spec, files, lossy, costs[0], packing.pack, cache, clock)
     lowered = lower_cached(directory, model_files, cache, clock, *costs, removed)
     with clock.stage("quantise"):
         old = base_weights(lowered.module, *base)
@@ -130,7 +129,7 @@ def _plan_facts(
         "index_checks": index_check_rows(module),
         "operations": operation_counts(emitted.plan),
         "weight_bytes": weight_kinds(emitted.plan),
-        "memory": memory_rows(emitted.memory),
+        "memory": memory_rows(emitted.memory, module.kv),
     }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from compiler.contract.canonical import Json, sha256_hex
+from compiler.contract.plan_format import KvKind
 from compiler.driver.external_data import external_files
 from compiler.passes.pipeline_spec import PipelineSpec
 
@@ -74,6 +75,7 @@ def provenance_document(
     target: str,
     vectors: int,
     accuracy_budget: float = 0.0,
+    kv: KvKind = KvKind.F32,
 ) -> dict[str, Json]:
     """Return the provenance of one bundle.
 
@@ -83,8 +85,10 @@ def provenance_document(
         target: Target id.
         vectors: The number of self-test vectors that was asked for.
         accuracy_budget: What removing heads and channels could lose; only named if something.
+        kv: How keys and values are stored; only named if not as f32.
     """
     lossy: dict[str, Json] = {"accuracy_budget": accuracy_budget} if accuracy_budget else {}
+    lossy |= {"kv": kv.name} if kv else {}
     return {
         "schema": SCHEMA,
         "inputs": dict(inputs),

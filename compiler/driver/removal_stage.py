@@ -6,11 +6,12 @@ target nor an older bundle nor this machine.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha256_hex
+from compiler.contract.plan_format import KvKind
 from compiler.driver.cache import StageCache, cache_key
 from compiler.driver.calibrate import record_cached
 from compiler.driver.cards import read_cards
@@ -58,7 +59,7 @@ def choose_cached(
     directory: Path,
     spec: PipelineSpec,
     files: Mapping[str, str],
-    budget: float,
+    lossy: tuple[float, KvKind],
     limits: ImportLimits,
     pack: Pack,
     cache: StageCache,
@@ -70,7 +71,8 @@ def choose_cached(
         directory: The submission.
         spec: Its words and limits; it sees pictures and answers in words.
         files: SHA-256 of the files of model and calibration set, by name.
-        budget: See `choose_removal`; 0 removes nothing.
+        lossy: The budget of `choose_removal`, 0 removes nothing; how keys and values are stored,
+            which is part of the loss that is returned.
         limits: What importing it may cost.
         pack: Packs one weight.
         cache: Where `removal` entries are.
@@ -80,19 +82,20 @@ def choose_cached(
         UserModelError: The submission is at fault, or has too few cards.
         ContractError: A word is not in the vocabulary, or a picture has the wrong size.
     """
+    budget, kv = lossy
     if not budget:
-        return NOTHING_REMOVED
+        return Removed(Loss(kv=kv))
     facts: dict[str, Json] = {
         "files": dict(files),
         "budget": budget,
         "compiler": compiler_digest(),
     }
-    key = cache_key(REMOVAL, facts)
+    key = cache_key(REMOVAL, facts | ({"kv": kv.name} if kv else {}))
     stored = cache.get(REMOVAL, key)
     if stored is not None:
         return from_parts(Removed, stored)
     raised = raise_submission(directory, clock, limits)
-    trials = RemovalTrials.of(raised, pack, cache)
+    trials = RemovalTrials.of(raised, pack, cache, kv)
 
     def record(module: Module, loss: Loss) -> CalibrationRecord | None:
         name = Removed(loss).digest
@@ -113,4 +116,4 @@ def _chosen(
     cards = read_cards(directory, CALIBRATION, size)
     with clock.stage("quantise"):
         found = choose_removal(trials, cards, budget, record, clock.within("quantise"))
-    return Removed(found.loss, canonical_bytes(found.facts).decode())
+    return Removed(replace(found.loss, kv=trials.kv), canonical_bytes(found.facts).decode())

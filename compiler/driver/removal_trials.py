@@ -8,10 +8,11 @@ of a loss does not depend on the machine. Runs native code in this process.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compiler.contract.native import NativePlan
 from compiler.contract.plan import parse_plan
+from compiler.contract.plan_format import KvKind
 from compiler.driver.bundle_simulator import BundleSimulator
 from compiler.driver.cache import StageCache
 from compiler.driver.cards import Card
@@ -42,6 +43,7 @@ class RemovalTrials:
         pack: Packs one weight; remembers those that do not change from trial to trial.
         cache: Where kernel libraries are.
         target: What runs the plans; None for the simulator.
+        kv: How keys and values are stored, whatever else is lost.
     """
 
     raised: RaisedPipeline
@@ -49,15 +51,18 @@ class RemovalTrials:
     pack: Pack
     cache: StageCache
     target: Target | None
+    kv: KvKind = KvKind.F32
 
     @classmethod
-    def of(cls, raised: RaisedPipeline, pack: Pack, cache: StageCache) -> "RemovalTrials":
+    def of(
+        cls, raised: RaisedPipeline, pack: Pack, cache: StageCache, kv: KvKind = KvKind.F32
+    ) -> "RemovalTrials":
         """Return trials on this machine."""
-        return cls(raised, raised.ctx.spec, pack, cache, host_target())
+        return cls(raised, raised.ctx.spec, pack, cache, host_target(), kv)
 
     def module(self, loss: Loss) -> Module:
         """Return the lowered module of a loss."""
-        return finish_pipeline(self.raised, loss=loss).module
+        return finish_pipeline(self.raised, loss=replace(loss, kv=self.kv)).module
 
     def accuracy(
         self, module: Module, cards: Sequence[Card], record: CalibrationRecord | None = None

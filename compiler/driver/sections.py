@@ -19,7 +19,7 @@ from compiler.contract.plan import Plan, PlanProgram
 from compiler.contract.plan_format import DTYPE_NAMES, Direction
 from compiler.emitters.memory import MemoryPlan
 from compiler.kernels.index_bounds import IndexCheck, index_checks
-from compiler.kernels.program import Module, Weight
+from compiler.kernels.program import KvCache, Module, Weight
 from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.passes.plan_kv import window_of
 from compiler.quant.grid_search import OutputError
@@ -118,7 +118,7 @@ def _sqnr_db(original: np.ndarray, stored: np.ndarray) -> float:
     return 10.0 * float(np.log10(signal / noise)) if signal else -NO_NOISE_DB
 
 
-def memory_rows(memory: MemoryPlan) -> dict[str, Json]:
+def memory_rows(memory: MemoryPlan, kv: KvCache | None = None) -> dict[str, Json]:
     """Return planned bytes: arena, its lower bound, cache, and what each program needs of them.
 
     See `ProgramMemory` for the fields of a program.
@@ -127,6 +127,7 @@ def memory_rows(memory: MemoryPlan) -> dict[str, Json]:
         "arena_bytes": memory.arena_bytes,
         "max_live_bytes": memory.max_live_bytes,
         "kv_bytes": memory.kv_bytes,
+        "kv_kind": kv.kind.name.lower() if kv else None,
         "in_place": len(memory.in_place),
         "programs": {name: asdict(part) for name, part in memory.programs.items()},
     }

@@ -176,6 +176,8 @@ def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
         found.append(registry.STORED_TEMPLATE)
     if any(spec.is_reference for spec in specs):
         found += registry.REFERENCE_TEMPLATES
+    if Op.ATTENTION in ops:
+        found.append(registry.KV_TEMPLATE)
     if registry.GELU_USERS.intersection(ops):
         found.append(registry.GELU_TEMPLATE)
     found += dict.fromkeys(spec.template for spec in specs)

@@ -112,7 +112,7 @@ def plan_memory(module: Module, stored: Mapping[int, int] | None = None) -> Memo
             default=0,
         ),
         max((memory.max_live_bytes for memory in programs.values()), default=0),
-        2 * 4 * kv.layers * kv.heads * kv.head_dim * kv.capacity if kv else 0,
+        kv.shape.size_bytes if kv else 0,
         in_place,
         programs,
     )

@@ -293,6 +293,7 @@ def _encode(
         module.max_tokens,
         *((kv.layers, kv.heads, kv.head_dim, kv.capacity) if kv else (0, 0, 0, 0)),
         memory.arena_bytes,
+        kv.kind if kv else 0,
         0,
     )
     return header + body

@@ -19,7 +19,7 @@ from compiler.contract.operations import (
     RouteOrder,
     UnaryKind,
 )
-from compiler.contract.plan_format import Kind, Status
+from compiler.contract.plan_format import Kind, KvKind, Status
 from compiler.contract.reference import MapKind, PoolKind, ReduceKind, ScatterKind
 from compiler.kernels import constants, registry
 
@@ -27,6 +27,7 @@ _ROOT: Final = Path(registry.__file__).parent
 _ENUMS: Final[tuple[type[IntEnum], ...]] = (
     Status,
     Kind,
+    KvKind,
     Op,
     Act,
     NormKind,
@@ -47,7 +48,9 @@ SHARED: Final[Mapping[str, object]] = MappingProxyType(
         "enums": {e.__name__: {m.name: int(m) for m in e} for e in _ENUMS},
         "exp": constants.EXP,
         "gelu": constants.GELU,
+        "kv_limit": constants.KV_LIMIT,
         "log": constants.LOG,
+        "query_limit": constants.QUERY_LIMIT,
         "smallest_amax": constants.SMALLEST_AMAX,
     }
 )

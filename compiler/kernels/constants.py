@@ -108,6 +108,11 @@ GELU: Final = GeluConstants(
 SMALLEST_AMAX: Final = float(np.float32(2.0**-100))
 """A row whose largest magnitude is below this counts as zero when quantised to int8."""
 
+KV_LIMIT: Final = 127
+"""Largest code of a cached key or value."""
+QUERY_LIMIT: Final = 16383
+"""Largest code of a query against cached codes: 1024 products with them fit 31 bits."""
+
 MIN_PIECE_BYTES: Final = 32 * 1024
 """Weights that one ticket of shared work reads at least: about 1 us, against 0.4 us to share it."""
 

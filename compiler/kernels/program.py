@@ -31,6 +31,7 @@ from compiler.contract.operations import (
     RouteOrder,
     UnaryKind,
 )
+from compiler.contract.plan_format import KvKind
 from compiler.errors import CompilerError
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "Call",
     "ExpertAct",
     "KvCache",
+    "KvKind",
     "Module",
     "NormKind",
     "Op",
@@ -153,6 +155,12 @@ class KvCache:
     heads: int
     head_dim: int
     capacity: int
+    kind: KvKind = KvKind.F32
+
+    @property
+    def shape(self) -> KvShape:
+        """The cache as rules and plans see it."""
+        return KvShape(self.layers, self.heads, self.head_dim, self.capacity, self.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +321,7 @@ def resolve_operands(module: Module, call: Call) -> Operands:
         outputs=tuple(_shape(module, at) for at in call.outputs),
         weights=tuple(_weight(module, at) for at in call.weights),
         params=call_params(call),
-        kv=None if kv is None else KvShape(kv.layers, kv.heads, kv.head_dim, kv.capacity),
+        kv=None if kv is None else kv.shape,
     )
 
 

@@ -11,6 +11,7 @@ from compiler.contract.operations import Op
 W4_TEMPLATE: Final = "templates/w4.c.in"
 GELU_TEMPLATE: Final = "templates/gelu.c.in"
 GELU_USERS: Final = frozenset({Op.EXPERTS, Op.UNARY})
+KV_TEMPLATE: Final = "templates/kv_codes.c.in"
 ROUTE_TEMPLATE: Final = "templates/route_choice.c.in"
 STORED_TEMPLATE: Final = "templates/stored.c.in"
 REFERENCE_TEMPLATES: Final = ("templates/ref_common.c.in", "templates/ref_functions.c.in")

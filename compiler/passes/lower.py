@@ -34,6 +34,7 @@ from compiler.kernels.program import (
     Buffer,
     Call,
     KvCache,
+    KvKind,
     Module,
     Op,
     Program,
@@ -63,6 +64,7 @@ class _Lowering:
     weight_ids: dict[tuple[str, str, str], int] = field(default_factory=dict)
     layers: dict[tuple[str, ...], int] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
+    kv_kind: KvKind = KvKind.F32
     kv: KvCache | None = None
     current: CallOp | None = None
 
@@ -167,7 +169,7 @@ class _Lowering:
         rows = shape_of(op.arguments[0])[0]
         most = cache_capacity(self.ctx.spec, rows.constant if rows.is_static else None)
         capacity = max(most, self.kv.capacity if self.kv is not None else 0)
-        cache = KvCache(layers, heads, head_dim, capacity)
+        cache = KvCache(layers, heads, head_dim, capacity, self.kv_kind)
         shared = (cache.heads, cache.head_dim)
         if self.kv is not None and shared != (self.kv.heads, self.kv.head_dim):
             raise UnsupportedOperatorError(
@@ -182,15 +184,15 @@ def calls_of(func: FuncOp) -> list[CallOp]:
     return [op for op in body(func).ops if isinstance(op, CallOp)]
 
 
-def lower(module: ModuleOp, ctx: PassContext) -> Module:
-    """Return the lowered module of selected programs.
+def lower(module: ModuleOp, ctx: PassContext, kv_kind: KvKind = KvKind.F32) -> Module:
+    """Return the lowered module of selected programs, its cache stored as `kv_kind`.
 
     Raises:
         UnsupportedOperatorError: Run-time rows are not the token rows, or caches differ in shape.
         MalformedModelError: A weight is not finite.
         ProgramError: A pass produced calls that break the catalogue's rules.
     """
-    lowering = _Lowering(ctx, adapters=adapter_sections(module))
+    lowering = _Lowering(ctx, adapters=adapter_sections(module), kv_kind=kv_kind)
     programs = tuple(lowering.program(func) for func in functions(module))
     lowered = Module(
         programs,

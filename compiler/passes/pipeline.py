@@ -12,7 +12,7 @@ from compiler.analysis.demand import demand_rows, function_demands
 from compiler.analysis.savings import sparsity_rows
 from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
 from compiler.dialects.text import print_module
-from compiler.kernels.program import Module, ProgramError
+from compiler.kernels.program import KvKind, Module, ProgramError
 from compiler.passes.adapt_pruning import AdaptPruning
 from compiler.passes.assign_layouts import AssignLayouts, layout_rows
 from compiler.passes.base import ImportedPipeline, Pass, PassContext
@@ -159,10 +159,12 @@ class Loss:
         removals: Columns that go (`compiler.passes.remove_columns`).
         structure: The greatest relative loss of a weight whose pattern of zeros is rounded to
             tiles (`compiler.passes.derive_structure`).
+        kv: How keys and values are stored between runs.
     """
 
     removals: tuple[Removal, ...] = ()
     structure: float = 0.0
+    kv: KvKind = KvKind.F32
 
 
 LOSSLESS: Final = Loss()
@@ -249,7 +251,7 @@ def finish_pipeline(
         if stage == "programs":
             sparsity = _sparsity(module, ctx)
     layouts = layout_rows(module, ctx, layout_workspace_bytes)
-    lowered = lower(module, ctx)
+    lowered = lower(module, ctx, loss.kv)
     origins = provenance(ctx.origins, {f.sym_name.data: calls_of(f) for f in functions(module)})
     return LoweredPipeline(
         lowered, MappingProxyType(texts), tuple(notes), sparsity, origins, layouts

@@ -3,12 +3,13 @@
 Reductions, rounding and ties follow the C templates; see there for the equations.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.contract.native_errors import BadPositionError
+from compiler.contract.native_errors import BadPositionError, NotFiniteError
+from compiler.kernels.constants import KV_LIMIT, QUERY_LIMIT, SMALLEST_AMAX
 from compiler.simulator.step import Cache, Results, Step, softmax_terms, taken
 
 Array = NDArray[Any]
@@ -66,23 +67,71 @@ def attention(s: Step) -> Results:
     if layer >= 0 and s.cache is not None:
         past = s.cache.length
         at = slots(np.arange(past, past + len(k)), sink, s.cache)
-        s.cache.keys[layer, at], s.cache.values[layer, at] = k, v
-        if not window:
-            k, v = s.cache.keys[layer, : past + len(k)], s.cache.values[layer, : past + len(k)]
+        _append(s.cache, layer, at, k, v)
     if s.number("append_only"):
         return ()
     if not window:
-        return (_all_rows(s, q, k, v, past if layer >= 0 or s.number("causal") else None),)
-    rows = []
+        rows = np.arange(past + len(k))
+        seen = _seen(s, layer, rows) or Seen(k, v)
+        return (_all_rows(s, q, seen, past if layer >= 0 or s.number("causal") else None),)
+    found = []
     for row in range(len(q)):
-        seen = visible(past + row + 1, window, sink)
-        if layer >= 0 and s.cache is not None:
-            at = slots(seen, sink, s.cache)
-            keys, values = s.cache.keys[layer, at], s.cache.values[layer, at]
-        else:
-            keys, values = k[seen], v[seen]
-        rows.append(_all_rows(s, q[row : row + 1], keys, values, None))
-    return (np.concatenate(rows),)
+        at = visible(past + row + 1, window, sink)
+        seen = _seen(s, layer, at) or Seen(k[at], v[at])
+        found.append(_all_rows(s, q[row : row + 1], seen, None))
+    return (np.concatenate(found),)
+
+
+class Seen(NamedTuple):
+    """Keys and values (J, G*hd); with scales (J, G) they are codes."""
+
+    keys: Array
+    values: Array
+    key_scales: Array | None = None
+    value_scales: Array | None = None
+
+
+def _append(cache: Cache, layer: int, at: Array, k: Array, v: Array) -> None:
+    if cache.key_scales is None or cache.value_scales is None:
+        cache.keys[layer, at], cache.values[layer, at] = k, v
+        return
+    for x, rows, scales in (
+        (k, cache.keys, cache.key_scales),
+        (v, cache.values, cache.value_scales),
+    ):
+        heads = scales.shape[-1]
+        codes, steps = code_rows(x.reshape(len(x) * heads, -1), KV_LIMIT)
+        if not np.isfinite(steps).all():
+            raise NotFiniteError("a key or value is infinite or NaN")
+        rows[layer, at], scales[layer, at] = codes.reshape(x.shape), steps.reshape(-1, heads)
+
+
+def _seen(s: Step, layer: int, rows: Array) -> Seen | None:
+    """Return rows of a cache layer; None without one."""
+    if layer < 0 or s.cache is None:
+        return None
+    cache, at = s.cache, slots(rows, s.number("sink"), s.cache)
+    seen = Seen(cache.keys[layer, at], cache.values[layer, at])
+    if cache.key_scales is None or cache.value_scales is None:
+        return seen
+    return seen._replace(
+        key_scales=cache.key_scales[layer, at], value_scales=cache.value_scales[layer, at]
+    )
+
+
+def code_rows(x: Array, limit: int) -> tuple[Array, Array]:
+    """Return x (R, N) f32 as codes within +-limit (f32) and a scale per row (R,).
+
+    The scale of a row that is not finite is NaN, its codes are zero.
+    """
+    one, zero = np.float32(1), np.float32(0)
+    widest = np.abs(x).max(axis=1)
+    finite = np.isfinite(widest)
+    none = ~finite | (widest < np.float32(SMALLEST_AMAX))
+    safe = np.where(none, one, widest)
+    inverse = np.where(none, zero, np.float32(limit) / safe)
+    scale = np.where(none, np.where(finite, zero, np.float32(np.nan)), safe / np.float32(limit))
+    return np.rint(np.where(none[:, None], zero, x) * inverse[:, None]) + zero, scale
 
 
 def visible(end: int, window: int, sink: int) -> Array:
@@ -98,17 +147,35 @@ def slots(rows: Array, sink: int, cache: Cache) -> Array:
     return np.asarray(np.where(rows < capacity, rows, sink + (rows - sink) % ring))
 
 
-def _all_rows(s: Step, q: Array, k: Array, v: Array, past: int | None) -> Array:
-    """Attend from each row of q to all rows of k, or with `past` to rows 0 .. past + row."""
+def _all_rows(s: Step, q: Array, seen: Seen, past: int | None) -> Array:
+    """Attend from each row of q to all rows seen, or with `past` to rows 0 .. past + row."""
     heads, groups = s.number("heads"), s.number("kv_heads") or s.number("heads")
-    keys, values = (heads_of(part, groups).repeat(heads // groups, axis=0) for part in (k, v))
-    scores = s.numerics.dot_rows(heads_of(q, heads), keys) * s.real("scale")
+
+    def shared(part: Array) -> Array:
+        return heads_of(part, groups).repeat(heads // groups, axis=0)
+
+    keys, values = shared(seen.keys), shared(seen.values)
+    if seen.key_scales is None:
+        scores = s.numerics.dot_rows(heads_of(q, heads), keys) * s.real("scale")
+    else:
+        scores = _code_scores(heads_of(q, heads), keys, shared(seen.key_scales), s.real("scale"))
     if past is not None:
-        hidden = np.arange(len(k))[None, :] > past + np.arange(len(q))[:, None]
+        hidden = np.arange(len(seen.keys))[None, :] > past + np.arange(len(q))[:, None]
         scores = np.where(hidden, s.numerics.dtype(-np.inf), scores)
     terms, total = softmax_terms(s, scores)
+    if seen.value_scales is not None:
+        terms = terms * shared(seen.value_scales)[..., 0][:, None, :]
     y = s.numerics.running_sum(terms, values) * (s.numerics.dtype(1) / total)
     return np.asarray(y.transpose(1, 0, 2).reshape(q.shape))
+
+
+def _code_scores(q: Array, keys: Array, scales: Array, scale: Array) -> Array:
+    """Return (H, R, J) scores of q (H, R, hd) with codes (H, J, hd) and their scales (H, J, 1)."""
+    codes, steps = code_rows(q.reshape(-1, q.shape[-1]), QUERY_LIMIT)
+    whole = codes.reshape(q.shape).astype(np.float64)
+    sums = (whole @ keys.astype(np.float64).transpose(0, 2, 1)).astype(np.float32)
+    factors = steps.reshape(q.shape[:2])[..., None] * scale
+    return np.asarray(sums * (scales[..., 0][:, None, :] * factors))
 
 
 def attention_row(s: Step) -> Results:

@@ -15,6 +15,7 @@ from compiler.kernels.program import (
     ABSENT,
     Buffer,
     Call,
+    KvKind,
     Module,
     Program,
     call_params,
@@ -298,4 +299,8 @@ class Simulator:
             if params.get("kv_layer", -1) >= 0
         ]
         window, sink = (max((int(p[n]) for p in cached), default=0) for n in ("window", "sink"))
-        return Cache(np.zeros(shape, dtype), np.zeros(shape, dtype), window=window, sink=sink)
+        cache = Cache(np.zeros(shape, dtype), np.zeros(shape, dtype), window=window, sink=sink)
+        if kv.kind is KvKind.I8 and dtype is np.float32:
+            steps = (kv.layers, kv.capacity, kv.heads)
+            cache.key_scales, cache.value_scales = np.zeros(steps, dtype), np.zeros(steps, dtype)
+        return cache

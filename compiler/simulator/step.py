@@ -20,6 +20,8 @@ class Cache:
     """Keys and values per layer (capacity, heads * head_dim), and how many rows are valid.
 
     Attributes:
+        key_scales, value_scales: Per layer (capacity, heads): `keys` and `values` are codes, to be
+            multiplied by these; None where they are the numbers themselves.
         window, sink: What all cached attentions see, see `Op.ATTENTION`; window 0 = everything.
         high: End of the highest row written that may have taken an older one's slot.
     """
@@ -30,6 +32,8 @@ class Cache:
     window: int = 0
     sink: int = 0
     high: int = 0
+    key_scales: Array | None = None
+    value_scales: Array | None = None
 
     def reserve(self, rows: int) -> None:
         """Note that `rows` rows will be appended.
@@ -44,9 +48,11 @@ class Cache:
     def copy(self) -> "Cache":
         """Return a cache with the same rows."""
         used = max(self.length, self.high)
-        keys, values = (np.zeros(old.shape, old.dtype) for old in (self.keys, self.values))
-        keys[:, :used], values[:, :used] = self.keys[:, :used], self.values[:, :used]
-        return replace(self, keys=keys, values=values)
+        parts = (self.keys, self.values, self.key_scales, self.value_scales)
+        keys, values, *scales = (_first_rows(part, used) for part in parts)
+        assert keys is not None
+        assert values is not None
+        return replace(self, keys=keys, values=values, key_scales=scales[0], value_scales=scales[1])
 
     def truncate(self, length: int) -> None:
         """Forget every row from `length` on.
@@ -62,6 +68,15 @@ class Cache:
         if length <= self.sink or self.high <= capacity:
             self.high = length
         self.length = length
+
+
+def _first_rows(part: Array | None, used: int) -> Array | None:
+    """Return a copy of the first `used` rows per layer, zeros behind them."""
+    if part is None:
+        return None
+    copy = np.zeros(part.shape, part.dtype)
+    copy[:, :used] = part[:, :used]
+    return copy
 
 
 def _forget(held: bool) -> None:

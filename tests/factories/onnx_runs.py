@@ -10,15 +10,15 @@ import onnxruntime as ort
 
 from compiler.frontend import import_pipeline
 from compiler.kernels.program import Module
-from compiler.passes.pipeline import LoweredPipeline, lower_pipeline
+from compiler.passes.pipeline import LOSSLESS, Loss, LoweredPipeline, lower_pipeline
 from compiler.simulator import Simulator
 
 Array = np.ndarray[Any, Any]
 
 
-def lowered(directory: Path, *, fuse: bool = True) -> LoweredPipeline:
+def lowered(directory: Path, *, fuse: bool = True, loss: Loss = LOSSLESS) -> LoweredPipeline:
     """Import and lower a submission, with the verifier after every pass."""
-    return lower_pipeline(import_pipeline(directory), verify=True, fuse=fuse)
+    return lower_pipeline(import_pipeline(directory), verify=True, fuse=fuse, loss=loss)
 
 
 def session(path: Path) -> ort.InferenceSession:

@@ -15,6 +15,7 @@ from compiler.contract.native_errors import (
     NotFiniteError,
     TooManyTokensError,
 )
+from compiler.contract.plan import PlanError
 from compiler.emitters.opencl.device import Launch
 from compiler.emitters.opencl.runner import OpenClPlan
 from compiler.emitters.runner import ScriptRun, play
@@ -24,6 +25,7 @@ from tests.factories.kernels import Case, native_targets, raw
 from tests.factories.modules import small_decoder
 from tests.factories.opencl import EMITTER, device, load
 from tests.integration.test_native_emulated import IMAGE, runner, step
+from tests.integration.test_native_kv_codes import SHAPES, attention
 from tests.integration.test_native_ops import CASES, MAX_TOKENS, OpCase
 from tests.integration.test_native_schedule import fused
 from tests.integration.test_native_tiles import experts, inputs, linear
@@ -55,6 +57,11 @@ def observed() -> Iterator[list[Launch]]:
         yield found
     finally:
         device().observer = None
+
+
+def test_it_refuses_a_cache_of_codes() -> None:
+    with pytest.raises(PlanError, match="no OpenCL kernel reads a cache of kind I8"):
+        load(Case.of(attention(SHAPES["heads"])))
 
 
 @pytest.mark.parametrize("case", OFFERED, ids=lambda case: case.name)

@@ -7,6 +7,7 @@ from typing import Final
 
 from compiler.contract.canonical import Json
 from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
+from compiler.contract.plan_format import KvKind
 from compiler.driver.bundle_files import read_bundle, write_bundle
 from compiler.driver.cache import DEFAULT_LIMIT_BYTES, StageCache
 from compiler.driver.commands.base import (
@@ -25,6 +26,7 @@ from compiler.errors import UsageError
 from compiler.frontend.pipeline_json import FILE_NAME
 from compiler.hardware.targets import TARGETS
 
+KV_KINDS: Final = {"f32": KvKind.F32, "int8": KvKind.I8}
 _NEEDED: Final = (
     ("submission", "a submission", "name a directory with pipeline.json, as `import` writes it"),
     ("target", "--target", f"one of {', '.join(target.id for target in TARGETS)}"),
@@ -72,6 +74,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="remove heads, channels and tiles that calibration finds to matter little, losing at "
         "most this share of the calibration questions, e.g. 0.003 (default: 0, lossless)",
     )
+    parser.add_argument(
+        "--kv",
+        choices=KV_KINDS,
+        default="f32",
+        help="how keys and values are kept: int8 takes about a quarter of the memory and is faster "
+        "over long contexts; it changes numbers a little (default: f32)",
+    )
     add_limit_options(parser)
 
 
@@ -95,6 +104,7 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
             layout_workspace_bytes=options.layout_workspace,
             limits=limits_of(options),
             accuracy_budget=options.accuracy_budget,
+            kv=KV_KINDS[options.kv],
             base_sections=base[1] if base else None,
             base_planes={item.component: item.planes for item in base[0].sections}
             if base

@@ -145,17 +145,19 @@ def _uses(plan: Plan, buffer: int) -> list[str]:
 
 
 def _memory(_: ReleaseManifest, __: Sections, plan: Plan) -> Answer:
-    kv = plan.kv
-    cache = 2 * 4 * kv.layers * kv.heads * kv.head_dim * kv.capacity if kv else 0
+    cache = plan.kv.size_bytes if plan.kv else 0
     weights = sum(section.length for section in plan.sections)
     facts: dict[str, Json] = {
         "weights_bytes": weights,
         "arena_bytes": plan.arena_bytes,
         "kv_bytes": cache,
     }
+    kind = plan.kv.kind.name.lower() if plan.kv else None
     lines = [
         f"{name.removesuffix('_bytes'):<8} {shown_bytes(int(str(n)))}" for name, n in facts.items()
     ]
+    if kind is not None:
+        lines[-1] += f" ({kind})"
     lines.append(f"arena, one column per {shown_bytes(max(1, plan.arena_bytes // MAP_CELLS))}:")
     order = sorted(range(len(plan.buffers)), key=lambda at: (plan.buffers[at].offset, at))
     for at in order:
@@ -165,7 +167,7 @@ def _memory(_: ReleaseManifest, __: Sections, plan: Plan) -> Answer:
         {"buffer": at, "offset": plan.buffers[at].offset, "bytes": plan.buffers[at].length}
         for at in order
     ]
-    return Answer(lines, {**facts, "arena": placed})
+    return Answer(lines, {**facts, "kv_kind": kind, "arena": placed})
 
 
 def _bar(offset: int, length: int, total: int) -> str:

@@ -275,6 +275,7 @@ def _memory_lines(report: Mapping[str, Any]) -> Iterator[str]:
             f"memory: arena {shown_bytes(memory['arena_bytes'])}, at least "
             f"{shown_bytes(memory['max_live_bytes'])} are needed; cache "
             f"{shown_bytes(memory['kv_bytes'])}"
+            + (" as int8 codes" if memory.get("kv_kind") == "i8" else "")
         )
         for name, part in memory["programs"].items():
             if part.get("page_bytes"):

@@ -8,8 +8,8 @@ import numpy as np
 
 from compiler.contract.native_errors import ContextFullError, ContextLostError, NativeError
 from compiler.contract.operations import Op
-from compiler.contract.plan import Plan, PlanCall
-from compiler.contract.plan_format import DTYPE_BYTES, Kind, align, weight_parts
+from compiler.contract.plan import Plan, PlanCall, PlanError
+from compiler.contract.plan_format import DTYPE_BYTES, Kind, KvKind, align, weight_parts
 from compiler.contract.tiles import GROUP, PANEL, TILE_BYTES
 from compiler.emitters.opencl.device import Device, Operand
 from compiler.emitters.opencl.lists import UNIT, StoredTiles, WorkList
@@ -84,8 +84,14 @@ class Cache:
     """The key/value cache: rows of the device's memory, and how many are filled."""
 
     def __init__(self, device: Device, plan: Plan) -> None:
-        """Make room for every layer."""
+        """Make room for every layer.
+
+        Raises:
+            PlanError: The cache holds codes, which no kernel here reads.
+        """
         kv = plan.kv
+        if kv is not None and kv.kind is not KvKind.F32:
+            raise PlanError(f"no OpenCL kernel reads a cache of kind {kv.kind.name}")
         self.capacity = kv.capacity if kv else 0
         self.layer_bytes = 4 * kv.heads * kv.head_dim * kv.capacity if kv else 0
         self.memory = device.upload(bytes(2 * self.layer_bytes * (kv.layers if kv else 0)))
