@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks import peer_table
 from benchmarks.kernels_ops import op_claims
+from benchmarks.kernels_skip import skip_claims
 from benchmarks.peer_table import Peer
 from benchmarks.priority import uninterrupted
 from benchmarks.read_limit import Reader
@@ -302,6 +303,7 @@ def measure() -> list[Claim]:
         *walk_claims(target.id, reader, routed_walk()),
         *hot_claims(target.id),
         *sparse_claims(target.id),
+        *skip_claims(target.id, measured),
         *prefill_claims(target.id),
         *call_claims(target.id),
         *op_claims(target.id),

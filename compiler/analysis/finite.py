@@ -128,10 +128,10 @@ def _route(op: Any, b: _Bounds) -> float:
 
 
 def _experts(op: Any, b: _Bounds) -> float:
-    if op.act.data not in ("relu", "silu", "swiglu", "identity"):
+    if op.act.data not in ("relu", "silu", "swiglu", "reglu", "identity"):
         return UNBOUNDED
     inner = SLACK * (_times(b.of(op.x), b.row_sum(op.w_in)) + b.of(op.b_in))
-    hidden = _times(inner, inner) if op.act.data == "swiglu" else inner
+    hidden = _times(inner, inner) if op.act.data in ("swiglu", "reglu") else inner
     outer = _times(hidden, b.row_sum(op.w_out)) + b.of(op.b_out)
     return SLACK * _times(outer, shape_of(op.gate)[-1].constant * b.of(op.gate))
 

@@ -193,6 +193,11 @@ def _swiglu(_: Experts, wide: Array) -> Array:
     return np.asarray(gate * _sigmoid(gate) * up)
 
 
+def _reglu(_: Experts, wide: Array) -> Array:
+    gate, up = np.split(wide, 2, axis=1)
+    return np.asarray(np.maximum(gate, 0.0) * up)
+
+
 def _gelu_tanh(_: Experts, x: Array) -> Array:
     return np.asarray(x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
 
@@ -206,5 +211,6 @@ _ACTS: Final[Mapping[str, Callable[[Experts, Array], Array]]] = MappingProxyType
         "gelu_tanh": _gelu_tanh,
         "swiglu": _swiglu,
         "swiglu_clipped": _swiglu_clipped,
+        "reglu": _reglu,
     }
 )

@@ -231,7 +231,7 @@ def _route(op: Any, run: Execution) -> list[Array]:
 
 
 def _experts(op: Any, run: Execution) -> list[Array]:
-    if op.act.data not in ("relu", "swiglu") or op.b_in is not None:
+    if op.act.data not in ("relu", "swiglu", "reglu") or op.b_in is not None:
         raise KeyError(op.act.data)
     x, index, gate = (run.at(v).reshape(-1, v.type.get_shape()[-1]) for v in op.operands[:3])
     w_in, w_out = run.at(op.w_in), run.at(op.w_out)
@@ -240,7 +240,10 @@ def _experts(op: Any, run: Execution) -> list[Array]:
         for expert, share in zip(index[row], gate[row], strict=True):
             h = w_in[expert] @ x[row]
             half = len(h) // 2
-            h = relu(h) if op.act.data == "relu" else silu(h[:half]) * h[half:]
+            if op.act.data == "relu":
+                h = relu(h)
+            else:
+                h = (relu if op.act.data == "reglu" else silu)(h[:half]) * h[half:]
             y[row] += share * (w_out[expert] @ h)
     return [y]
 

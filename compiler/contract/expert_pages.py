@@ -55,6 +55,11 @@ def experts_of(call: TapeCall) -> tuple[Expert, ...]:
     return tuple(weights[at : at + stride] for at in range(0, len(weights), stride))
 
 
+def first_expert_weight(op: Op) -> int | None:
+    """Return where the weights of experts begin among those of `op`; None if it has none."""
+    return _FIRST.get(op)
+
+
 def is_scheduled(calls: Iterable[TapeCall]) -> bool:
     """Return whether a program says when its experts are loaded."""
     return any(call.op in PAGE_OPS for call in calls)

@@ -10,12 +10,13 @@ The caller must have verified the signature of all three: kernels are code. Stan
 import ctypes
 import mmap
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Self
 
+from compiler.contract.expert_pages import PAGE_OPS
 from compiler.contract.native_abi import SfArgs, SfSection, SfSetup, SfSizeReport
 from compiler.contract.native_errors import (
     NativeError,
@@ -27,7 +28,7 @@ from compiler.contract.native_library import MAX_THREADS, KernelLibrary, Workers
 from compiler.contract.native_memory import Memory
 from compiler.contract.native_policy import PolicySeat
 from compiler.contract.pager import Pager, PagerHook
-from compiler.contract.plan import Plan, PlanBuffer, parse_plan
+from compiler.contract.plan import Plan, PlanBuffer, PlanCall, parse_plan
 from compiler.contract.plan_format import (
     DTYPE_BYTES,
     MAX_ARENA_BYTES,
@@ -35,6 +36,7 @@ from compiler.contract.plan_format import (
     Direction,
     align,
 )
+from compiler.contract.storage_rules import NEURON_KINDS
 
 Buffer = bytes | bytearray | memoryview | mmap.mmap
 
@@ -290,6 +292,29 @@ class NativePlan:
         Raises:
             NativeError: There is no such program, or the plan is closed.
         """
+        return self._counts(program, lambda call: bool(call.params.get("check")))
+
+    def work_counts(self, program: str) -> dict[int, tuple[int, int]]:
+        """Return, by call with weights stored neuron by neuron, how many were left out and read.
+
+        An up row counts once per expert that ran, a column once per row of activations; counted
+        since the plan was loaded.
+
+        Raises:
+            NativeError: There is no such program, or the plan is closed.
+        """
+        kinds = [weight.kind for weight in self.plan.weights]
+        return self._counts(
+            program,
+            lambda call: (
+                call.op not in PAGE_OPS
+                and any(at >= 0 and kinds[at] in NEURON_KINDS for at in call.weights)
+            ),
+        )
+
+    def _counts(
+        self, program: str, counted: Callable[[PlanCall], bool]
+    ) -> dict[int, tuple[int, int]]:
         library = self._library
         chosen = self._programs.get(program) if library is not None else None
         if library is None or chosen is None:
@@ -298,7 +323,7 @@ class NativePlan:
             return {}
         counts, found = (ctypes.c_uint64 * 2)(), {}
         for at, call in enumerate(self.plan.programs[chosen.number].calls):
-            if call.params.get("check"):
+            if counted(call):
                 status = library.check_counts(
                     self._context, chosen.number, at, ctypes.addressof(counts)
                 )

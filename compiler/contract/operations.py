@@ -220,9 +220,11 @@ class ExpertAct(IntEnum):
     SWIGLU_CLIPPED = 6
     """`g * sigmoid(alpha * g) * (u + shift)`, first g to at most limit and u to within +-limit
     (limit 0 = not clipped)."""
+    REGLU = 7
+    """0 where g <= 0, whatever u is, `g * u` elsewhere."""
 
 
-GATED: Final = frozenset({ExpertAct.SWIGLU, ExpertAct.SWIGLU_CLIPPED})
+GATED: Final = frozenset({ExpertAct.SWIGLU, ExpertAct.SWIGLU_CLIPPED, ExpertAct.REGLU})
 """Activations of two operands: gate rows and up rows."""
 
 SIGMOID_ORDERS: Final = frozenset({RouteOrder.SIGMOID_TOPK, RouteOrder.SIGMOID_TOPK_RENORM})

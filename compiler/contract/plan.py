@@ -62,6 +62,7 @@ from compiler.contract.plan_format import (
     Record,
     weight_bytes,
 )
+from compiler.contract.storage_rules import may_read
 from compiler.contract.tiles import live_tiles
 
 
@@ -379,9 +380,7 @@ def _operands(plan: Plan, call: PlanCall) -> Operands:
     weights = [_weight_shape(plan, at) for at in call.weights]
     for at, weight in enumerate(call.weights):
         _need(
-            weight == -1
-            or plan.weights[weight].kind not in SMALL_KINDS
-            or (call.op is Op.LINEAR and at == 0),
+            weight == -1 or may_read(call.op, at, plan.weights[weight].kind, call.params),
             f"{call.op.name} cannot read weight {weight} as it is stored",
         )
     if call.op is Op.CONV2D and weights and weights[0] is not None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
+from compiler.contract.neurons import columns_lengths, consecutive, up_rows_lengths
+
 MAGIC: Final = b"SFPLAN01"
 ABI_VERSION: Final = 1
 ALIGNMENT: Final = 64
@@ -67,6 +69,10 @@ class Kind(IntEnum):
     """Elements of W4 that are not zero, each with its row."""
     W4_ELL = 9
     """Blocks of 32 x 4 of W4, equally many per 32 rows."""
+    W4_UP_ROWS = 12
+    """Gate rows in panels, up rows one by one; this and what follows: `contract.neurons`."""
+    W4_COLUMNS = 13
+    """Columns of W4 one by one."""
 
 
 class KvKind(IntEnum):
@@ -182,6 +188,8 @@ KIND_NAMES: Final = {
     Kind.W4_CSR: "w4",
     Kind.W4_COO: "w4",
     Kind.W4_ELL: "w4",
+    Kind.W4_UP_ROWS: "w4",
+    Kind.W4_COLUMNS: "w4",
 }
 CODE_BYTES: Final = {Kind.I8_ROWS: 1, Kind.I16_ROWS: 2}
 
@@ -194,7 +202,8 @@ def align(value: int, to: int = ALIGNMENT) -> int:
 def weight_parts(kind: Kind, rows: int, cols: int) -> tuple[tuple[int, int], ...]:
     """Return (offset, length) in bytes of each stored array of a weight, relative to its start.
 
-    W4 has three: codes, scales, row scales. Rows of codes have two, codes and steps; others one.
+    W4 has three: codes, scales, row scales. Rows of codes have two, codes and steps. Weights of
+    single neurons have what `contract.neurons` says; others one.
     """
     if kind is Kind.W4:
         panels, groups = -(-rows // PANEL), -(-cols // GROUP)
@@ -205,6 +214,10 @@ def weight_parts(kind: Kind, rows: int, cols: int) -> tuple[tuple[int, int], ...
             (at_scales, scales),
             (at_scales + align(scales), panels * PANEL * 4),
         )
+    if kind is Kind.W4_UP_ROWS:
+        return consecutive(up_rows_lengths(rows, cols))
+    if kind is Kind.W4_COLUMNS:
+        return consecutive(columns_lengths(rows, cols))
     if kind in CODE_BYTES:
         codes = rows * cols * CODE_BYTES[kind]
         return ((0, codes), (align(codes), rows * 4))

@@ -12,6 +12,7 @@ from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanCall, PlanWeight
 from compiler.contract.plan_format import Kind, weight_bytes
 from compiler.contract.policy import FULL, CallKind, Cell, cell_of
+from compiler.contract.storage_rules import NEURON_KINDS
 
 OP_KINDS: Final[Mapping[Op, CallKind]] = MappingProxyType(
     {
@@ -32,7 +33,7 @@ _STORED: Final[Mapping[Kind, CallKind]] = MappingProxyType(
         Kind.W4_ELL: CallKind.ELEMENTS,
     }
 )
-_W4: Final = frozenset({Kind.W4, *_STORED})
+_W4: Final = frozenset({Kind.W4, *_STORED, *NEURON_KINDS})
 _MATRIX: Final = frozenset({CallKind.LINEAR, CallKind.LINEAR_F32, CallKind.CONV})
 
 

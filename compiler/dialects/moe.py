@@ -39,8 +39,9 @@ EXPERT_ACTS: Final = (
     "silu",
     "identity",
     "swiglu_clipped",
+    "reglu",
 )
-GATED_ACTS: Final = ("swiglu", "swiglu_clipped")
+GATED_ACTS: Final = ("swiglu", "swiglu_clipped", "reglu")
 
 
 @irdl_op_definition

@@ -26,6 +26,8 @@ _MODULE_KINDS: Final = {
     Kind.W4_CSR: "w4",
     Kind.W4_COO: "w4",
     Kind.W4_ELL: "w4",
+    Kind.W4_UP_ROWS: "w4",
+    Kind.W4_COLUMNS: "w4",
     Kind.F32: "f32",
     Kind.I32: "i32",
     Kind.F32_TAPS: "f32",

@@ -47,6 +47,7 @@ from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.quant.checks import CheckedCall, learn_checks
 from compiler.quant.grid_search import OutputError
 from compiler.quant.module import PackedModule, PackedWeight, pack_module, pack_weight
+from compiler.quant.neurons import choose_neurons
 from compiler.quant.record import CalibrationRecord, InputSample
 from compiler.quant.w4 import Floats, Grid, GridReport, PackedW4
 
@@ -111,6 +112,7 @@ def _planned(
     """Return what the plan became: its bytes, all sections that belong to it, and its facts."""
     scheduled = schedule_module(banded.module, record, banded.likely)
     module, checks = learn_checks(scheduled.module, record)
+    module, neurons = choose_neurons(module, record)
     emitted = emit_plan(module, weights_packed=packed.packed)
     scheduled.verify(emitted.plan)
     banded.verify(emitted.plan)
@@ -118,6 +120,7 @@ def _planned(
     sections = {**emitted.sections, **scheduled.sections, **banded.sections}
     sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
     facts = {**_plan_facts(module, emitted, checks), **scheduled.facts, **banded.facts}
+    facts["neurons"] = [asdict(row) for row in neurons]
     return emitted, sections, facts
 
 

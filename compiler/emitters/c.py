@@ -174,6 +174,8 @@ def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
         found.append(registry.ROUTE_TEMPLATE)
     if Op.LINEAR in ops:
         found.append(registry.STORED_TEMPLATE)
+    if registry.SKIP_USERS.intersection(ops):
+        found.append(registry.SKIP_TEMPLATE)
     if any(spec.is_reference for spec in specs):
         found += registry.REFERENCE_TEMPLATES
     if Op.ATTENTION in ops:

@@ -34,16 +34,20 @@ from compiler.contract.plan_format import (
     weight_parts,
 )
 from compiler.contract.planes import Plane
+from compiler.contract.storage_rules import NEURON_KINDS
 from compiler.contract.tiles import live_tiles, tile_parts
 from compiler.emitters.elements import pack_elements, unpack_elements
 from compiler.emitters.memory import MemoryPlan, buffer_bytes, plan_memory
+from compiler.emitters.neurons import pack_neurons, unpack_neurons
 from compiler.emitters.tiles import pack_tiles, unpack_tiles
 from compiler.kernels.program import (
     ABSENT,
+    COLUMNS,
     COO,
     CSR,
     ELL,
     TILES,
+    UP_ROWS,
     Call,
     Module,
     ProgramError,
@@ -67,8 +71,11 @@ _PLANE_KINDS: Mapping[Kind, tuple[str, ...]] = {
     Kind.W4_CSR: ("f32", "raw", "raw"),
     Kind.W4_COO: ("f32", "raw", "raw"),
     Kind.W4_ELL: ("f32", "codes4", "scales8", "raw"),
+    Kind.W4_UP_ROWS: ("codes4", "scales8", "raw", "f32"),
+    Kind.W4_COLUMNS: ("codes4", "scales8", "f32"),
 }
 _ROW_KINDS: Mapping[str, Kind] = {I8: Kind.I8_ROWS, I16: Kind.I16_ROWS}
+_NEURON_LAYOUTS: Mapping[str, Kind] = {UP_ROWS: Kind.W4_UP_ROWS, COLUMNS: Kind.W4_COLUMNS}
 _SMALL_LAYOUTS: Mapping[str, Kind] = {CSR: Kind.W4_CSR, COO: Kind.W4_COO, ELL: Kind.W4_ELL}
 
 
@@ -145,6 +152,10 @@ def read_packed(plan: Plan, sections: Mapping[str, bytes]) -> dict[int, PackedW4
             data = sections[plan.sections[weight.section].name]
             stored = data[weight.offset : weight.offset + weight.length]
             found[number] = unpack_elements(weight.kind, weight.rows, weight.cols, stored)
+        if weight.kind in NEURON_KINDS:
+            data = sections[plan.sections[weight.section].name]
+            stored = data[weight.offset : weight.offset + weight.length]
+            found[number] = unpack_neurons(weight.kind, weight.rows, weight.cols, stored)
         if weight.kind is Kind.W4:
             data = sections[plan.sections[weight.section].name]
             parts = (
@@ -207,6 +218,10 @@ def _stored(
         elements = pack_elements(found, small) if small is not None else None
         if small is not None and elements is not None:
             return small, elements
+        single = _NEURON_LAYOUTS.get(weight.layout)
+        neurons = pack_neurons(found, single) if single is not None else None
+        if single is not None and neurons is not None:
+            return single, neurons
         return kind, (found.codes, found.scales, found.rows)
     if kind in CODE_BYTES:
         return kind, find_codes(weight.array, weight.layout).arrays(weight.layout)

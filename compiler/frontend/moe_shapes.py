@@ -80,6 +80,7 @@ ACTS: Final = EXPERT_ACTS
 CONTRIB_ACTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "gelu": "the operator's gelu is the tanh form",
+        "reglu": "the operator gates with silu only",
     }
 )
 """Activations that the contrib operators do not have, and why."""

@@ -2,7 +2,7 @@
 
 Reference kernels are `ref_<op>_flat_any_1x1__portable`: the same C for every target, without tiles.
 MR activation rows times NR weight rows are computed at once. `rm` = row-major, `p16` = panel 16;
-`csr`, `coo` and `ell` store elements or blocks.
+`csr`, `coo` and `ell` store elements or blocks, `uprows` and `columns` single neurons.
 The name describes a rendered instance in reports and in the header of the rendered file; inside a
 library every kernel is `sf_<op>`, because a library holds one instance of each.
 """
@@ -10,7 +10,6 @@ library every kernel is `sf_<op>`, because a library holds one instance of each.
 from collections.abc import Iterable
 from typing import Final
 
-from compiler.contract.elements import SMALL_KINDS
 from compiler.contract.operations import Op
 from compiler.contract.plan_format import Kind
 from compiler.kernels.registry import KERNELS
@@ -20,6 +19,8 @@ _SMALL: Final = {
     Kind.W4_CSR: ("csr", "8x1"),
     Kind.W4_COO: ("coo", "8x1"),
     Kind.W4_ELL: ("ell", "2x32"),
+    Kind.W4_UP_ROWS: ("uprows", "1x1"),
+    Kind.W4_COLUMNS: ("columns", "1x128"),
 }
 
 
@@ -28,8 +29,9 @@ def kernel_name(op: Op, tile: TileSpec, kinds: Iterable[Kind] = ()) -> str:
     if KERNELS[op].is_reference:
         return f"{op.name.lower()}_flat_any_1x1__portable"
     op_name = op.name.lower().replace("_", "")
-    for kind in SMALL_KINDS.intersection(kinds):
-        layout, sizes = _SMALL[kind]
+    small = next((kind for kind in _SMALL if kind in set(kinds)), None)
+    if small is not None:
+        layout, sizes = _SMALL[small]
         return f"sf_{op_name}_{layout}_w4_{sizes}__{tile.isa}"
     if KERNELS[op].tiled:
         return f"sf_{op_name}_p16_w4_{tile.rows}x16__{tile.isa}"

@@ -36,13 +36,16 @@ from compiler.errors import CompilerError
 
 __all__ = [
     "ABSENT",
+    "COLUMNS",
     "COO",
     "CSR",
     "DENSE",
     "ELL",
+    "NEURON_LAYOUTS",
     "PARAMS",
     "SHARED_SECTION",
     "TILES",
+    "UP_ROWS",
     "W4_LAYOUTS",
     "Act",
     "Buffer",
@@ -71,11 +74,16 @@ TILES: Final = "tiles"
 CSR: Final = "csr"
 COO: Final = "coo"
 ELL: Final = "blocked_ell<32,4>"
+UP_ROWS: Final = "up_rows"
+COLUMNS: Final = "columns"
 W4_LAYOUTS: Final = (DENSE, TILES, CSR, COO, ELL)
-"""How a W4 weight may be stored; the last three only as weight 0 of LINEAR."""
+"""What may be left out of a W4 weight that has zeros; the last three only as weight 0 of LINEAR."""
+NEURON_LAYOUTS: Final = (UP_ROWS, COLUMNS)
+"""How a W4 weight is stored whose operand has zeros: up_rows as the first matrix of an expert with
+reglu, columns as the second one of any expert or as weight 0 of LINEAR."""
 WEIGHT_KINDS: Final = ("w4", "f32", "i32")
 LAYOUTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"w4": W4_LAYOUTS, "f32": (DENSE, "i8", "i16"), "i32": (DENSE,)}
+    {"w4": (*W4_LAYOUTS, *NEURON_LAYOUTS), "f32": (DENSE, "i8", "i16"), "i32": (DENSE,)}
 )
 """How weights of each kind may be stored."""
 MAX_NAME_BYTES: Final = 31

@@ -14,6 +14,8 @@ GELU_USERS: Final = frozenset({Op.EXPERTS, Op.UNARY})
 KV_TEMPLATE: Final = "templates/kv_codes.c.in"
 ROUTE_TEMPLATE: Final = "templates/route_choice.c.in"
 STORED_TEMPLATE: Final = "templates/stored.c.in"
+SKIP_TEMPLATE: Final = "templates/skip.c.in"
+SKIP_USERS: Final = frozenset({Op.LINEAR, Op.EXPERTS})
 REFERENCE_TEMPLATES: Final = ("templates/ref_common.c.in", "templates/ref_functions.c.in")
 
 

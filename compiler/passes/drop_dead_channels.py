@@ -34,8 +34,8 @@ from compiler.passes.rewriting import erase_dead, insert_before, swap
 from compiler.quant.w4 import GROUP
 
 Mask = NDArray[np.bool_]
-_GATED: Final = "swiglu"
-_EXPERT_ACTS: Final = ("relu", _GATED)
+_GATED: Final = ("swiglu", "reglu")
+_EXPERT_ACTS: Final = ("relu", *_GATED)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _experts(op: ExpertsOp, ctx: PassContext) -> int:
     w_in, w_out, bias = (ctx.constants.get(value) for value in (op.w_in, op.w_out, op.b_in))
     assert w_in is not None
     assert w_out is not None
-    parts = 2 if op.act.data == _GATED else 1
+    parts = 2 if op.act.data in _GATED else 1
     rows = w_in.reshape(len(w_in), parts, -1, w_in.shape[2])
     biases = None if bias is None else bias.reshape(len(bias), parts, -1)
     dead = np.stack(

@@ -28,6 +28,7 @@ from compiler.passes.horizontal import (
 from compiler.passes.rewriting import erase, insert_before, redirect, swap
 
 Params = dict[str, int | float]
+_MOE_ACTS = (ExpertAct.RELU, ExpertAct.SWIGLU, ExpertAct.REGLU)
 _MOE_ORDERS = frozenset(
     {RouteOrder.TOPK_SOFTMAX, RouteOrder.SOFTMAX_TOPK, RouteOrder.SOFTMAX_TOPK_RENORM}
 )
@@ -251,7 +252,7 @@ def _plain(route: CallOp, experts: CallOp) -> bool:
         if len(call.weights) > stacks or call.weight(2) is not None:
             return False
     is_known = int(route.parameters()["order"]) in _MOE_ORDERS
-    return is_known and int(experts.parameters()["act"]) in (ExpertAct.RELU, ExpertAct.SWIGLU)
+    return is_known and int(experts.parameters()["act"]) in _MOE_ACTS
 
 
 def _residual(norm: CallOp, experts: CallOp) -> CallOp | None:

@@ -83,7 +83,7 @@ def _plain_acts(hidden: Reach) -> Acts:
 
 def _gated_acts(hidden: Reach) -> Acts:
     if not hidden.kinds & {"Sigmoid", "Swish"}:
-        return []
+        return [("reglu", {})] if "Relu" in hidden.kinds else []
     options = _clipped_options(hidden)
     plain: Acts = [("swiglu", {})]
     return plain if options == {"alpha": 1.0} else [("swiglu_clipped", options)]

@@ -174,6 +174,11 @@ def _swiglu_clipped(s: Step, wide: Array) -> Array:
     return np.asarray(swish * (up + s.real("shift")))
 
 
+def _reglu(s: Step, wide: Array) -> Array:
+    gate, up = np.split(wide, 2, axis=1)
+    return np.where(gate <= 0, s.numerics.dtype(0), gate * up)
+
+
 def gelu(s: Step, x: Array) -> Array:
     """Return x / 2 * (1 + erf(x / sqrt 2)), elementwise."""
     one, half = s.numerics.dtype(1), s.numerics.dtype(0.5)
@@ -211,6 +216,7 @@ _HIDDEN: Final[Mapping[int, Callable[[Step, Array], Array]]] = MappingProxyType(
         ExpertAct.SILU: lambda s, wide: silu(s.numerics, wide),
         ExpertAct.IDENTITY: lambda _, wide: wide,
         ExpertAct.SWIGLU_CLIPPED: _swiglu_clipped,
+        ExpertAct.REGLU: _reglu,
     }
 )
 assert {ExpertAct(act) for act in _HIDDEN} == set(ExpertAct) >= GATED

@@ -46,7 +46,7 @@ class Mix:
 
     @property
     def gated(self) -> bool:
-        return self.act.startswith("swiglu")
+        return self.act.startswith("swiglu") or self.act == "reglu"
 
     @property
     def wide(self) -> int:
@@ -175,9 +175,10 @@ def activate(b: GraphBuilder, wide: str, mix: Mix, axis: int = -1) -> str:
     """Return the hidden values (.., F) of (.., N) along the last axis."""
     if not mix.gated:
         return _PLAIN[mix.act](b, wide)
-    if mix.act == "swiglu":
+    if mix.act in ("swiglu", "reglu"):
         gate, up = b.ops("Split", wide, count=2, axis=axis, num_outputs=2)
-        return b.op("Mul", b.op("Mul", gate, b.op("Sigmoid", gate)), up)
+        opened = b.op("Relu", gate) if mix.act == "reglu" else None
+        return b.op("Mul", opened or b.op("Mul", gate, b.op("Sigmoid", gate)), up)
     ends, axes, steps = b.ints(2**63 - 1), b.ints(axis), b.ints(2)
     gate = b.op("Slice", wide, b.ints(0), ends, axes, steps)
     up = b.op("Slice", wide, b.ints(1), ends, axes, steps)

@@ -222,7 +222,7 @@ class MoeShape:
 
     Attributes:
         order: Where the softmax stands: softmax_topk, softmax_topk_renorm or topk_softmax.
-        act: swiglu or relu.
+        act: swiglu, reglu or relu.
         swapped: The second half of the hidden rows is the gate.
         interleaved: Gate and up rows alternate.
         transposed: Weights are (E, K, N) and multiplied from the right.
@@ -253,11 +253,11 @@ def moe_block(shape: MoeShape = MoeShape()) -> Block:
         repeated = b.op("Unsqueeze", rows, b.ints(1))
         repeated = b.op("Expand", repeated, b.ints(1, shape.k, 1))
         repeated = b.op("Reshape", repeated, b.ints(-1, shape.width))
-        factor = 2 if shape.act == "swiglu" and not shape.separate else 1
+        factor = 2 if shape.act != "relu" and not shape.separate else 1
         hidden = _gathered(b, repeated, flat_index, factor * shape.hidden, shape.width, shape)
         if shape.separate:
             up = _gathered(b, repeated, flat_index, shape.hidden, shape.width, shape)
-            hidden = b.op("Mul", b.op("Mul", hidden, b.op("Sigmoid", hidden)), up)
+            hidden = b.op("Mul", _opened(b, hidden, shape), up)
         else:
             hidden = _activation(b, hidden, shape)
         out = _gathered(b, hidden, flat_index, shape.width, shape.hidden, shape)
@@ -304,7 +304,13 @@ def _activation(b: GraphBuilder, hidden: str, shape: MoeShape) -> str:
     else:
         first, second = b.ops("Split", hidden, count=2, axis=1, num_outputs=2)
     gate, up = (second, first) if shape.swapped else (first, second)
-    return b.op("Mul", b.op("Mul", gate, b.op("Sigmoid", gate)), up)
+    return b.op("Mul", _opened(b, gate, shape), up)
+
+
+def _opened(b: GraphBuilder, gate: str, shape: MoeShape) -> str:
+    if shape.act == "reglu":
+        return b.op("Relu", gate)
+    return b.op("Mul", gate, b.op("Sigmoid", gate))
 
 
 def native_moe_block(b: GraphBuilder, x: str) -> str:

@@ -36,6 +36,8 @@ _LAYOUTS: Final[Mapping[Kind, str]] = {
     Kind.W4_CSR: "CSR, elements of 4 bytes",
     Kind.W4_COO: "COO, elements of 6 bytes",
     Kind.W4_ELL: "blocked ELL of 32 x 4, 4-bit codes",
+    Kind.W4_UP_ROWS: "gate rows in panels, up rows one by one, 4-bit codes",
+    Kind.W4_COLUMNS: "columns one by one, 4-bit codes",
 }
 
 
