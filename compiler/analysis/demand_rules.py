@@ -34,6 +34,7 @@ from compiler.analysis.mask_moves import (
 from compiler.analysis.masks import BOTTOM, DENSE, Band, Mask, of_array, of_pattern, padded
 from compiler.analysis.zero_hooks import attention_band, gathered, operands
 from compiler.dialects.dims import Dim
+from compiler.dialects.sp import QUANTISED
 from compiler.dialects.types import shape_of
 
 
@@ -173,11 +174,11 @@ def _rows(op: Any, b: Backward) -> list[Mask]:
 
 
 def _linear(op: Any, b: Backward) -> list[Mask]:
-    """Zero weights excuse columns of x, but four-bit products scale by the peak of a whole row."""
+    """Zero weights excuse columns of x, but few bits scale by the peak of a whole row."""
     x, weight, *others = operands(op)
     result = op.results[0]
     needed, array = in_rows(op, b, x), b.constants.get(weight)
-    is_exact = op.name != "sp.linear" or op.storage.data != "w4"
+    is_exact = op.name != "sp.linear" or op.storage.data not in QUANTISED
     if is_exact and array is not None and array.ndim == 2 and np.isfinite(array).all():
         matrix = array if op.name == "sp.linear" else array.T
         columns = b.demand(result).columns()

@@ -24,7 +24,7 @@ from compiler.analysis.constants import Array, ConstantTable
 from compiler.dialects.invariant import zero_rule
 from compiler.dialects.moe import ExpertsOp
 from compiler.dialects.movement import ReshapeOp
-from compiler.dialects.sp import ConstantOp, LinearOp
+from compiler.dialects.sp import QUANTISED, ConstantOp, LinearOp
 from compiler.dialects.types import dtype_of, shape_of
 
 UNBOUNDED: Final = math.inf
@@ -198,11 +198,11 @@ def value_bounds(funcs: list[FuncOp], constants: ConstantTable) -> dict[SSAValue
 
 
 def checked_values(funcs: list[FuncOp]) -> frozenset[SSAValue]:
-    """Return the values that a four-bit product refuses unless they are finite."""
+    """Return the values that a product of few bits refuses unless they are finite."""
     found: set[SSAValue] = set()
     for func in funcs:
         for op in func.body.block.ops:
-            is_checked = isinstance(op, LinearOp) and op.storage.data == "w4"
+            is_checked = isinstance(op, LinearOp) and op.storage.data in QUANTISED
             if is_checked or isinstance(op, ExpertsOp):
                 value = op.operands[0]
                 found.add(value)

@@ -20,7 +20,7 @@ from compiler.analysis.masks import DENSE, Band, Density, Mask, of_array, of_pat
 from compiler.analysis.zero_rules import ZeroKind, ZeroRule
 from compiler.dialects.dims import Dim
 from compiler.dialects.invariant import zero_rule
-from compiler.dialects.sp import ConstantOp, OnnxOp, SoftmaxOp
+from compiler.dialects.sp import QUANTISED, ConstantOp, OnnxOp, SoftmaxOp
 from compiler.dialects.types import dtype_of, shape_of
 
 EXP_UNDERFLOW: Final = 110.0
@@ -193,7 +193,7 @@ def contraction(op: Any, flow: Flow, rule: ZeroRule) -> list[Mask]:
     if columns is None:
         return [DENSE]
     mask = of_array(columns).moved(Expand(shape_of(op.results[0])))
-    checked = op.name == "sp.linear" and op.storage.data == "w4"
+    checked = op.name == "sp.linear" and op.storage.data in QUANTISED
     mask = mask if checked else flow.assume(mask, x)
     bias = getattr(op, "bias", None)
     if bias is not None:

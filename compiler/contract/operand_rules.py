@@ -122,7 +122,7 @@ def _check_weights(op: Op, rule: Rule, operands: Operands) -> None:
             allowed = _KINDS.get(kind.rstrip("?"), (kind.rstrip("?"),))
             need(
                 weight.kind in allowed,
-                f"{op.name} weight {at} is {weight.kind}, not {kind}",
+                f"{op.name} weight {at} is {weight.kind}, not {' or '.join(allowed)}",
             )
 
 
@@ -291,7 +291,7 @@ _DTYPES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"f32": ("f32",), "i32": ("i32",), "u8": ("u8",), "any": ("f32", "i32")}
 )
 _KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"any": ("f32", "i32"), "router": ("f32", "i8", "i16")}
+    {"any": ("f32", "i32"), "router": ("f32", "i8", "i16"), "matrix": ("f32", "i8")}
 )
 _BINARY: Final = Rule(("f32", "f32?"), ("f32",), _binary, ("f32?",))
 _PAGES: Final = Rule((), (), moe_rules.pages, ("w4", "w4"), more_weights=4 * MAX_EXPERTS - 2)
@@ -299,9 +299,10 @@ _PAGES: Final = Rule((), (), moe_rules.pages, ("w4", "w4"), more_weights=4 * MAX
 RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
     {
         Op.IMAGE_U8: Rule(("u8",), ("f32",), _image_u8),
-        Op.EMBED: Rule(("i32",), ("f32",), _embed, ("f32",)),
+        Op.EMBED: Rule(("i32",), ("f32",), _embed, ("matrix",)),
         Op.LINEAR: Rule(("f32", "f32?"), ("f32",), _linear, ("w4", "f32?"), more_weights=2),
-        Op.LINEAR_F32: Rule(("f32", "f32?"), ("f32",), _linear, ("f32", "f32?"), more_weights=2),
+        Op.LINEAR_F32: Rule(("f32", "f32?"), ("f32",), _linear, ("matrix", "f32?"), more_weights=2),
+        Op.LINEAR_W8: Rule(("f32", "f32?"), ("f32",), _linear, ("w8", "f32?"), more_weights=2),
         Op.NORM: Rule(("f32",), ("f32",), _norm, ("f32", "f32?")),
         Op.ROPE: Rule(("f32", "i32"), ("f32",), _rope, ("f32", "f32")),
         Op.ATTENTION: Rule(

@@ -31,7 +31,8 @@ class Shape(NamedTuple):
 class WeightShape(NamedTuple):
     """A constant as the rules see it; a vector of n is (1, n).
 
-    kind: `w4`, `f32`, `i32`, or `i8` and `i16`, which are matrices of codes that only routers read.
+    kind: `w4`, `w8`, `f32`, `i32`, or `i8` and `i16`, which are matrices of codes: of routers,
+        and `i8` of EMBED and LINEAR_F32 too.
     """
 
     rows: int

@@ -21,7 +21,8 @@ class Op(IntEnum):
     IMAGE_U8 = 1
     """pixels u8 (1, n) -> f32 (H*W, C), n = H*W*C, row-major HWC: `x / divide - subtract`."""
     EMBED = 2
-    """ids i32 (R, 1); weight f32 (V, D) -> f32 (R, D). An id outside [0, V) is a run-time error."""
+    """ids i32 (R, 1); weight f32 or i8 (V, D) -> f32 (R, D).
+    An id outside [0, V) is a run-time error."""
     LINEAR = 3
     """x (R, K), [residual (R, N)]; weight w4 (N, K), [bias f32 (N)],
     [gamma f32 (K), [beta f32 (K)]] -> (R, N).
@@ -30,7 +31,8 @@ class Op(IntEnum):
     check > 0 claims that at most `check` groups of 32 columns of the quantised rows hold anything
     but zeros: looked at in every run, it decides what is read, never what comes out."""
     LINEAR_F32 = 4
-    """As LINEAR with weight f32 (N, K). Small matrices."""
+    """As LINEAR with weight f32 or i8 (N, K), in f32. Small matrices, and those of models that ask
+    for no rounding."""
     NORM = 5
     """x (R, D); gamma f32 (D), [beta f32 (D)] -> (R, D). kind = NormKind."""
     ROPE = 6
@@ -126,6 +128,9 @@ class Op(IntEnum):
     EXPERT_LOAD = 29
     """No operands; the weights of every expert of a later call, as there: from here to that call
     they are in memory. Computes nothing; a pager that cannot have one ends the run."""
+    LINEAR_W8 = 30
+    """As LINEAR with weight w8 (N, K), and no check: `y = residual + act(float(acc) * (step *
+    xscale) + bias)` with `acc = sum((code - zero) * q)`, which K <= 8192 keeps within 31 bits."""
     REF_MOVE = 128
     """Reference operations work on flat operands as their geometry, weight i32 0, says; the layout
     is in `compiler.contract.reference`. Sources are inputs or further weights, f32 or i32.
@@ -286,6 +291,7 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
             Param("check", 0, MAX_CHECKED_GROUPS, 0),
         ),
         Op.LINEAR_F32: (_act(), Param("norm", 0, max(NormKind) + 1, 0), _f("eps", 0.0, 0.0)),
+        Op.LINEAR_W8: (_act(), Param("norm", 0, max(NormKind) + 1, 0), _f("eps", 0.0, 0.0)),
         Op.NORM: (Param("kind", 0, max(NormKind)), _f("eps", 0.0)),
         Op.ROPE: (Param("heads", 1, MAX_DIM),),
         Op.ATTENTION: (
@@ -384,6 +390,8 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
     }
 )
 
+LINEARS: Final = (Op.LINEAR, Op.LINEAR_F32, Op.LINEAR_W8)
+"""Products with one matrix, alike in everything but how it is stored."""
 _BINARY_OPS: Final = (Op.ADD, Op.MUL, Op.SUB, Op.DIV)
 IN_PLACE: Final[Mapping[Op, tuple[int, ...]]] = MappingProxyType(
     {**dict.fromkeys(_BINARY_OPS, (0, 1)), Op.UNARY: (0,), Op.NORM: (0,), Op.ROPE: (0,)}

@@ -59,16 +59,19 @@ class Kind(IntEnum):
     W4_TILES = 4
     """Live tiles of W4 only, see `compiler.contract.tiles`; its bytes depend on their number."""
     I8_ROWS = 5
-    """Router matrices: (rows, cols) i8 codes, row-major, then (rows) f32 steps at a multiple of
-    ALIGNMENT; the value is `float(code) * step`."""
+    """Matrices of routers, EMBED and LINEAR_F32: (rows, cols) i8 codes, row-major, then (rows) f32
+    steps at a multiple of ALIGNMENT; the value is `float(code) * step`."""
     I16_ROWS = 6
-    """The same with i16 codes."""
+    """The same with i16 codes, of routers alone."""
     W4_CSR = 7
     """Elements of W4 that are not zero, by row; this and what follows: `contract.elements`."""
     W4_COO = 8
     """Elements of W4 that are not zero, each with its row."""
     W4_ELL = 9
     """Blocks of 32 x 4 of W4, equally many per 32 rows."""
+    W8 = 10
+    """Panel 16: codes u8, then row steps f32, then row zeros u8, each at a multiple of ALIGNMENT;
+    the value is `(code - zero) * step`."""
     W4_UP_ROWS = 12
     """Gate rows in panels, up rows one by one; this and what follows: `contract.neurons`."""
     W4_COLUMNS = 13
@@ -190,6 +193,7 @@ KIND_NAMES: Final = {
     Kind.W4_ELL: "w4",
     Kind.W4_UP_ROWS: "w4",
     Kind.W4_COLUMNS: "w4",
+    Kind.W8: "w8",
 }
 CODE_BYTES: Final = {Kind.I8_ROWS: 1, Kind.I16_ROWS: 2}
 
@@ -202,8 +206,9 @@ def align(value: int, to: int = ALIGNMENT) -> int:
 def weight_parts(kind: Kind, rows: int, cols: int) -> tuple[tuple[int, int], ...]:
     """Return (offset, length) in bytes of each stored array of a weight, relative to its start.
 
-    W4 has three: codes, scales, row scales. Rows of codes have two, codes and steps. Weights of
-    single neurons have what `contract.neurons` says; others one.
+    W4 has three: codes, scales, row scales. W8 has three: codes, row steps, row zeros. Rows of
+    codes have two, codes and steps. Weights of single neurons have what `contract.neurons` says;
+    others one.
     """
     if kind is Kind.W4:
         panels, groups = -(-rows // PANEL), -(-cols // GROUP)
@@ -218,6 +223,10 @@ def weight_parts(kind: Kind, rows: int, cols: int) -> tuple[tuple[int, int], ...
         return consecutive(up_rows_lengths(rows, cols))
     if kind is Kind.W4_COLUMNS:
         return consecutive(columns_lengths(rows, cols))
+    if kind is Kind.W8:
+        panels = -(-rows // PANEL)
+        codes, steps = panels * PANEL * align(cols, GROUP), panels * PANEL * 4
+        return ((0, codes), (codes, steps), (codes + align(steps), panels * PANEL))
     if kind in CODE_BYTES:
         codes = rows * cols * CODE_BYTES[kind]
         return ((0, codes), (align(codes), rows * 4))

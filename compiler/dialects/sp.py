@@ -39,7 +39,9 @@ from compiler.dialects.sp_convert import CONVERT_OPS
 from compiler.dialects.types import Tensor, dtype_of, shape_of, tensor_type
 
 ACTS: Final = ("none", "relu", "silu")
-STORAGES: Final = ("w4", "f32")
+STORAGES: Final = ("w4", "w8", "f32")
+QUANTISED: Final = ("w4", "w8")
+"""Storages whose products round a row of x to int8, by its largest element."""
 BINARY_KINDS: Final = ("add", "mul", "sub", "div")
 UNARY_KINDS: Final = (
     *("relu", "sigmoid", "silu", "neg", "sqrt", "reciprocal", "exp", "tanh"),
@@ -114,7 +116,7 @@ class OnnxOp(IRDLOperation):
 
 @irdl_op_definition
 class LinearOp(IRDLOperation):
-    """`y = residual + act(x @ weight^T + bias)`; weight (N, K); storage `w4` or `f32`."""
+    """`y = residual + act(x @ weight^T + bias)`; weight (N, K); storage `w4`, `w8` or `f32`."""
 
     name = "sp.linear"
     x = operand_def(TensorType)

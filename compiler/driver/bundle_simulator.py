@@ -18,6 +18,7 @@ from compiler.emitters.plan import read_packed
 from compiler.kernels.program import DENSE, Buffer, Call, KvCache, Module, Program, Weight
 from compiler.quant.row_codes import I8, I16, read_codes
 from compiler.quant.w4 import PackedW4, dequantise_w4, unpack_w4
+from compiler.quant.w8 import unpack_w8
 from compiler.simulator import Simulator
 
 _MODULE_KINDS: Final = {
@@ -33,6 +34,7 @@ _MODULE_KINDS: Final = {
     Kind.F32_TAPS: "f32",
     Kind.I8_ROWS: "f32",
     Kind.I16_ROWS: "f32",
+    Kind.W8: "w8",
 }
 _LAYOUTS: Final = {Kind.I8_ROWS: I8, Kind.I16_ROWS: I16}
 
@@ -108,6 +110,10 @@ def _array(weight: PlanWeight, section: bytes) -> np.ndarray:
         (at, codes), (steps_at, steps) = weight_parts(weight.kind, weight.rows, weight.cols)
         parts = data[at : at + codes], data[steps_at : steps_at + steps]
         return read_codes(parts[0], _LAYOUTS[weight.kind], weight.rows, parts[1]).values()
+    if weight.kind is Kind.W8:
+        w8_parts = weight_parts(weight.kind, weight.rows, weight.cols)
+        arrays = tuple(data[at : at + length] for at, length in w8_parts)
+        return unpack_w8(arrays, weight.rows, weight.cols).values()
     if weight.kind is Kind.F32_TAPS:
         panels = np.frombuffer(data, "<f4").reshape(-1, weight.cols, PANEL)
         rows = panels.transpose(0, 2, 1).reshape(-1, weight.cols)

@@ -21,7 +21,7 @@ from compiler.emitters.templates import SHARED, render
 from compiler.emitters.toolchain import PROGRAM_FLAGS, compile_c, compile_shared
 from compiler.hardware.targets import Target
 from compiler.kernels import constants, naming, reference, registry
-from compiler.kernels.select import PORTABLE, TileSpec, select_tile
+from compiler.kernels.select import PORTABLE, TileSpec, select_tile, w8_part
 
 _C_TYPES: Final = {"s": "char", "H": "uint16_t", "I": "uint32_t", "Q": "uint64_t"}
 _HEADERS: Final = {"x86_64": "immintrin.h", "aarch64": "arm_neon.h"}
@@ -172,6 +172,8 @@ def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
         found += [tile.template, registry.W4_TEMPLATE]
     if Op.ROUTE in ops:
         found.append(registry.ROUTE_TEMPLATE)
+    if Op.LINEAR_W8 in ops:
+        found += [w8_part(tile).template, registry.W8_TEMPLATE]
     if Op.LINEAR in ops:
         found.append(registry.STORED_TEMPLATE)
     if registry.SKIP_USERS.intersection(ops):

@@ -58,6 +58,7 @@ from compiler.kernels.program import (
 )
 from compiler.quant.row_codes import I8, I16, find_codes
 from compiler.quant.w4 import PackedW4
+from compiler.quant.w8 import find_w8, pack_w8
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _PLANE_KINDS: Mapping[Kind, tuple[str, ...]] = {
@@ -73,6 +74,7 @@ _PLANE_KINDS: Mapping[Kind, tuple[str, ...]] = {
     Kind.W4_ELL: ("f32", "codes4", "scales8", "raw"),
     Kind.W4_UP_ROWS: ("codes4", "scales8", "raw", "f32"),
     Kind.W4_COLUMNS: ("codes4", "scales8", "f32"),
+    Kind.W8: ("scales8", "f32", "scales8"),
 }
 _ROW_KINDS: Mapping[str, Kind] = {I8: Kind.I8_ROWS, I16: Kind.I16_ROWS}
 _NEURON_LAYOUTS: Mapping[str, Kind] = {UP_ROWS: Kind.W4_UP_ROWS, COLUMNS: Kind.W4_COLUMNS}
@@ -223,6 +225,8 @@ def _stored(
         if single is not None and neurons is not None:
             return single, neurons
         return kind, (found.codes, found.scales, found.rows)
+    if kind is Kind.W8:
+        return kind, pack_w8(find_w8(weight.array))
     if kind in CODE_BYTES:
         return kind, find_codes(weight.array, weight.layout).arrays(weight.layout)
     if kind is Kind.F32_TAPS:

@@ -18,8 +18,7 @@ from compiler.errors import MalformedModelError
 from compiler.passes.pipeline_spec import (
     FAMILY_GRAPH,
     FAMILY_VISION,
-    QUANTISE_NONE,
-    QUANTISE_W4,
+    QUANTISE,
     ROLE_TENSOR,
     Component,
     ImageSpec,
@@ -132,7 +131,7 @@ def parse_pipeline(data: bytes) -> PipelineSpec:
         tokens=_tokens(top.table("tokens")) if is_vision else None,
         prune=_prune(top.table("prune")) if is_vision and "prune" in document else None,
         kv=_kv(top.table("kv")) if is_vision and "kv" in document else None,
-        quantise=top.choice("quantise", (QUANTISE_W4, QUANTISE_NONE)),
+        quantise=top.choice("quantise", QUANTISE),
     )
     top.finish()
     return spec

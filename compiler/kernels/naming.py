@@ -13,7 +13,7 @@ from typing import Final
 from compiler.contract.operations import Op
 from compiler.contract.plan_format import Kind
 from compiler.kernels.registry import KERNELS
-from compiler.kernels.select import TileSpec
+from compiler.kernels.select import TileSpec, w8_part
 
 _SMALL: Final = {
     Kind.W4_CSR: ("csr", "8x1"),
@@ -33,6 +33,9 @@ def kernel_name(op: Op, tile: TileSpec, kinds: Iterable[Kind] = ()) -> str:
     if small is not None:
         layout, sizes = _SMALL[small]
         return f"sf_{op_name}_{layout}_w4_{sizes}__{tile.isa}"
+    if op is Op.LINEAR_W8:
+        part = w8_part(tile)
+        return f"sf_linear_p16_w8_{part.rows}x{part.columns}__{tile.isa}"
     if KERNELS[op].tiled:
         return f"sf_{op_name}_p16_w4_{tile.rows}x16__{tile.isa}"
     return f"sf_{op_name}_rm_f32_1x8__{tile.isa}"

@@ -81,9 +81,14 @@ W4_LAYOUTS: Final = (DENSE, TILES, CSR, COO, ELL)
 NEURON_LAYOUTS: Final = (UP_ROWS, COLUMNS)
 """How a W4 weight is stored whose operand has zeros: up_rows as the first matrix of an expert with
 reglu, columns as the second one of any expert or as weight 0 of LINEAR."""
-WEIGHT_KINDS: Final = ("w4", "f32", "i32")
+WEIGHT_KINDS: Final = ("w4", "w8", "f32", "i32")
 LAYOUTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"w4": (*W4_LAYOUTS, *NEURON_LAYOUTS), "f32": (DENSE, "i8", "i16"), "i32": (DENSE,)}
+    {
+        "w4": (*W4_LAYOUTS, *NEURON_LAYOUTS),
+        "w8": (DENSE,),
+        "f32": (DENSE, "i8", "i16"),
+        "i32": (DENSE,),
+    }
 )
 """How weights of each kind may be stored."""
 MAX_NAME_BYTES: Final = 31
@@ -120,11 +125,13 @@ class Weight:
 
     Attributes:
         id: Position in `Module.weights`.
-        kind: `w4` ((N, K) f32 original, quantised when packed), `f32` or `i32`.
+        kind: `w4` ((N, K) f32 original, quantised when packed), `w8` ((N, K) f32 on a grid of 8
+            bits per row, see `compiler.quant.w8`), `f32` or `i32`.
         array: One or two dimensions, finite. A vector of n counts as (1, n).
         section: `weights.shared` or `expert.L<layer>.E<expert>`.
         layout: How it is stored, one of `LAYOUTS` of its kind: what a W4 weight leaves out; or `i8`
-            or `i16`: an f32 matrix on a grid per row is stored as codes, for routers only.
+            or `i16`: an f32 matrix on a grid per row is stored as codes, of routers and, `i8`, of
+            EMBED and LINEAR_F32.
     """
 
     id: int

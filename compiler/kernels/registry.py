@@ -13,6 +13,7 @@ GELU_TEMPLATE: Final = "templates/gelu.c.in"
 GELU_USERS: Final = frozenset({Op.EXPERTS, Op.UNARY})
 KV_TEMPLATE: Final = "templates/kv_codes.c.in"
 ROUTE_TEMPLATE: Final = "templates/route_choice.c.in"
+W8_TEMPLATE: Final = "templates/w8.c.in"
 STORED_TEMPLATE: Final = "templates/stored.c.in"
 SKIP_TEMPLATE: Final = "templates/skip.c.in"
 SKIP_USERS: Final = frozenset({Op.LINEAR, Op.EXPERTS})
@@ -26,7 +27,7 @@ class KernelSpec:
     Attributes:
         template: File under `compiler/kernels`.
         scratch: It has a `<function>_scratch` that tells its scratch bytes.
-        tiled: It multiplies W4 weights through the tile layer.
+        tiled: It quantises rows and multiplies W4 or W8 weights through the tile layer.
         uses: Kernels that it calls.
     """
 
@@ -66,6 +67,7 @@ def _specs() -> tuple[KernelSpec, ...]:
         KernelSpec(Op.EMBED, rows),
         KernelSpec(Op.LINEAR, "templates/linear.c.in", scratch=True, tiled=True),
         KernelSpec(Op.LINEAR_F32, "templates/linear.c.in", scratch=True),
+        KernelSpec(Op.LINEAR_W8, "templates/linear.c.in", scratch=True, tiled=True),
         KernelSpec(Op.NORM, "templates/norm.c.in"),
         KernelSpec(Op.ROPE, "templates/norm.c.in"),
         KernelSpec(Op.ATTENTION, attention, scratch=True),

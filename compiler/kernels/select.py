@@ -1,6 +1,8 @@
 """Which tile layer a target gets: a function over rows, best row first."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 
@@ -40,3 +42,37 @@ OPENCL_TILE: Final = TileSpec("opencl", "opencl/tile.cl.in", rows=1, conv_pixels
 def select_tile(isa: frozenset[str]) -> TileSpec:
     """Return the first tile whose instruction set is there; the portable one otherwise."""
     return next(tile for tile in (OPENCL_TILE, *TILES) if tile.isa in isa or tile.isa == PORTABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class W8Part:
+    """How W8 weights are multiplied beside a tile, whose quantised rows it reads.
+
+    Attributes:
+        template: File under `compiler/kernels`.
+        rows: Activation rows per block (its SF_W8_ROWS), for names and reports.
+        columns: Weight rows per block, 16 times its SF_W8_PANELS.
+    """
+
+    template: str
+    rows: int
+    columns: int = 16
+
+
+_W8_PARTS: Final[Mapping[str, W8Part]] = MappingProxyType(
+    {
+        "avx512vnni": W8Part("templates/w8_avx512vnni.c.in", rows=12, columns=32),
+        "avx2": W8Part("templates/w8_maddubs.c.in", rows=4),
+        "ssse3": W8Part("templates/w8_maddubs.c.in", rows=2),
+        "sve2": W8Part("templates/w8_i8mm.c.in", rows=4),
+        "i8mm": W8Part("templates/w8_i8mm.c.in", rows=4),
+        "dotprod": W8Part("templates/w8_dotprod.c.in", rows=4),
+        "vec128": W8Part("templates/w8_vec128.c.in", rows=2),
+        PORTABLE: W8Part("templates/w8_portable.c.in", rows=4),
+    }
+)
+
+
+def w8_part(tile: TileSpec) -> W8Part:
+    """Return the part that reads the quantised rows of `tile`, one of `TILES`."""
+    return _W8_PARTS[tile.isa]

@@ -18,14 +18,14 @@ from typing import Final
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import SSAValue
 
-from compiler.contract.operations import Act, Op
+from compiler.contract.operations import LINEARS, Act, Op
 from compiler.dialects.hw import CallOp
 from compiler.dialects.sp import ConstantOp
 from compiler.dialects.types import shape_of
 from compiler.passes.functions import operations
 
 ADAPTER_SECTION: Final = "adapter."
-_LINEARS: Final = frozenset({Op.LINEAR.name, Op.LINEAR_F32.name})
+_LINEARS: Final = frozenset(op.name for op in LINEARS)
 _SUMS: Final = frozenset({Op.ADD.name})
 _SCALES: Final = frozenset({Op.MUL.name, Op.DIV.name})
 

@@ -11,7 +11,7 @@ from xdsl.ir import Operation, SSAValue
 
 from compiler.analysis.fusion import Verdict
 from compiler.contract.operand_rules import complete_params
-from compiler.contract.operations import Act, ExpertAct, Op, RouteOrder
+from compiler.contract.operations import LINEARS, Act, ExpertAct, Op, RouteOrder
 from compiler.dialects.dims import Dim
 from compiler.dialects.hw import CallOp
 from compiler.dialects.sp import ConstantOp
@@ -66,7 +66,7 @@ def fuse_norm(op: CallOp, state: FusionState) -> None:
     """NORM > LINEAR: the linear layer normalises its rows itself, if nobody else reads them."""
     kind, params = op.op.data, op.parameters()
     norm = call_of(op.argument(0), Op.NORM)
-    is_linear = kind in (Op.LINEAR.name, Op.LINEAR_F32.name)
+    is_linear = Op[kind] in LINEARS
     if not is_linear or norm is None or params.get("norm", 0) or not _only_reader(norm, op):
         return
     verdict = state.admits([norm, op])

@@ -12,7 +12,7 @@ from typing import Final
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import SSAValue
 
-from compiler.contract.operations import Act, Op
+from compiler.contract.operations import LINEARS, Act, Op
 from compiler.dialects.hw import CallOp
 from compiler.dialects.sp import ConstantOp
 from compiler.passes.functions import operations
@@ -43,7 +43,7 @@ def unrotated(part: SSAValue) -> SSAValue:
 
 def linear_of(value: SSAValue) -> CallOp | None:
     """Return the linear layer behind `value` if it can stand in a group: no residual, no act."""
-    call = call_of(value, Op.LINEAR) or call_of(value, Op.LINEAR_F32)
+    call = next((found for op in LINEARS if (found := call_of(value, op))), None)
     if call is None or call.argument(1) is not None or call.weight(2) is not None:
         return None
     return call if int(call.parameters().get("act", Act.NONE)) == Act.NONE else None
@@ -82,8 +82,7 @@ def shared_groups(module: ModuleOp) -> Mapping[str, Digests]:
                     seen[digest_of(linear)].add(digests)
                     inside.add(linear)
     for op in operations(module):
-        is_linear = isinstance(op, CallOp) and op.op.data in (Op.LINEAR.name, Op.LINEAR_F32.name)
-        if isinstance(op, CallOp) and is_linear and op not in inside:
+        if isinstance(op, CallOp) and Op[op.op.data] in LINEARS and op not in inside:
             seen[digest_of(op)].add(ALONE)
     return _agreed(seen)
 

@@ -47,6 +47,7 @@ NORMS: Final = MappingProxyType({kind.name.lower(): int(kind) for kind in NormKi
 UNARIES: Final = MappingProxyType({kind.name.lower(): int(kind) for kind in UnaryKind})
 ORDERS: Final = MappingProxyType({name: int(RouteOrder[name.upper()]) for name in ROUTE_ORDERS})
 EXPERTS: Final = MappingProxyType({name: int(ExpertAct[name.upper()]) for name in EXPERT_ACTS})
+PRODUCTS: Final = MappingProxyType({"w4": Op.LINEAR, "w8": Op.LINEAR_W8, "f32": Op.LINEAR_F32})
 BINARIES: Final = MappingProxyType({"add": Op.ADD, "mul": Op.MUL, "sub": Op.SUB, "div": Op.DIV})
 
 
@@ -77,7 +78,7 @@ def _embed(op: EmbedOp, sel: Selection) -> Values:
 
 
 def _linear(op: LinearOp, sel: Selection) -> Values:
-    kind = Op.LINEAR if op.storage.data == "w4" else Op.LINEAR_F32
+    kind = PRODUCTS[op.storage.data]
     return sel.call(
         kind,
         [sel.matrix(op.x), sel.matrix(op.residual)],

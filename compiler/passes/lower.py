@@ -9,7 +9,8 @@ After:
 Buffers and weights are numbered in order of first use, programs in order. A stack of expert
 matrices becomes one weight per expert, in section `expert.L<layer>.E<expert>`; layers are numbered
 by first use, so programs that share weights share sections. Matrices of an adapter (see `adapters`)
-are in section `adapter.<n>`, everything else in `weights.shared`.
+are in section `adapter.<n>`, everything else in `weights.shared`. An f32 matrix that a file made
+from int8 is stored as those codes again: the same values in a quarter of the bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,13 @@ from compiler.passes.operand_check import (
     weight_kinds,
 )
 from compiler.passes.plan_kv import cache_capacity
+from compiler.quant.row_codes import I8, find_codes, has_codes
+from compiler.quant.w8 import round_w8
 
+CODED: Final = frozenset({(Op.EMBED, 0), (Op.LINEAR_F32, 0)})
+"""Where a matrix may be stored in codes: operation, weight."""
+LEAST_CODED: Final = 4096
+"""Elements from which on that is worth a look."""
 EXPERT_PARTS: Final = ("in", "out", "b_in", "b_out")
 
 
@@ -61,7 +68,8 @@ class _Lowering:
     ctx: PassContext
     buffers: list[Buffer] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
-    weight_ids: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    weight_ids: dict[tuple[str, str, str, str], int] = field(default_factory=dict)
+    coded: dict[str, bool] = field(default_factory=dict)
     layers: dict[tuple[str, ...], int] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
     kv_kind: KvKind = KvKind.F32
@@ -115,15 +123,19 @@ class _Lowering:
         single = tuple(
             ABSENT
             if slot < 0
-            else self._shared(op.weights[slot], weight_kind(code, at, op.weights[slot]), layout)
+            else self._shared(
+                op.weights[slot], weight_kind(code, at, op.weights[slot]), layout, (code, at)
+            )
             for at, slot in enumerate(slots[:first])
         )
         stacks = [op.weights[slot] for slot in slots[first:]]
         return (*single, *(self._experts(stacks, layout) if stacks else ()))
 
-    def _shared(self, value: SSAValue, kind: str, layout: str) -> int:
+    def _shared(self, value: SSAValue, kind: str, layout: str, place: tuple[Op, int]) -> int:
         digest, array = self._constant(value)
         section = self.adapters.get(digest, SHARED_SECTION)
+        if kind == "f32":
+            layout = I8 if place in CODED and self._has_codes(digest, array) else DENSE
         return self._weight(kind, digest, array, section, layout)
 
     def _experts(self, values: Sequence[SSAValue], layout: str) -> tuple[int, ...]:
@@ -139,6 +151,13 @@ class _Lowering:
             )
         )
 
+    def _has_codes(self, digest: str, array: Array) -> bool:
+        """Return whether every row is signed bytes times a step, as files of int8 have it."""
+        if digest not in self.coded:
+            is_large = array.ndim == 2 and array.size >= LEAST_CODED
+            self.coded[digest] = is_large and has_codes(array.astype(np.float32, copy=False))
+        return self.coded[digest]
+
     def _constant(self, value: SSAValue) -> tuple[str, Array]:
         assert isinstance(value.owner, ConstantOp)
         array = self.ctx.constants.of(value.owner)
@@ -146,7 +165,7 @@ class _Lowering:
         return value.owner.sha256.data, array if is_int else array.astype(np.float32, copy=False)
 
     def _weight(self, kind: str, digest: str, array: Array, section: str, layout: str) -> int:
-        key = (kind, digest, section)
+        key = (kind, digest, section, layout if kind == "f32" else "")
         if key not in self.weight_ids:
             self.weight_ids[key] = len(self.weights)
             stored = np.ascontiguousarray(array)
@@ -155,7 +174,11 @@ class _Lowering:
                     f"{self.where}: a weight of shape {stored.shape} holds NaN or infinity",
                     hint="the training run or the conversion that wrote it has failed",
                 )
-            chosen = layout if kind == "w4" else DENSE
+            chosen = layout if kind in ("w4", "f32") else DENSE
+            if kind == "w8":
+                stored = round_w8(stored)
+            if kind == "f32" and chosen == I8:
+                stored = find_codes(stored, I8).values()
             self.weights.append(Weight(len(self.weights), kind, stored, section, chosen))
         return self.weight_ids[key]
 

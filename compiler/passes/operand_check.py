@@ -32,6 +32,8 @@ def weight_kinds(op: Op) -> tuple[str, ...]:
             return expert_kinds(biases=1)
         case Op.LINEAR:
             return "w4", "f32", "f32", "f32"
+        case Op.LINEAR_W8:
+            return "w8", "f32", "f32", "f32"
         case Op.MOE_LAYER:
             return "f32", "f32", "f32", "f32", *expert_kinds(biases=0)
         case _:

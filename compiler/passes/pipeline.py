@@ -38,6 +38,7 @@ from compiler.passes.raise_attention import RaiseAttention
 from compiler.passes.raise_cache import RaiseCache
 from compiler.passes.raise_conv import RaiseConv
 from compiler.passes.raise_elementwise import RaiseElementwise
+from compiler.passes.raise_int8 import RaiseInt8
 from compiler.passes.raise_linear import RaiseLinear
 from compiler.passes.raise_moe_contrib import RaiseMoeContrib
 from compiler.passes.raise_moe_experts import RaiseMoeExperts
@@ -53,6 +54,7 @@ RAISING: Final[tuple[Pass, ...]] = (
     Canonicalise(),
     FoldAffine(),
     RaiseNorm(),
+    RaiseInt8(),
     RaiseLinear(),
     RaiseRope(),
     RaiseMoeNative(),

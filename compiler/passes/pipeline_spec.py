@@ -11,7 +11,9 @@ from compiler.contract.pipeline import ImageSpec as PictureSize
 FAMILY_VISION = "vision-embed-decoder"
 FAMILY_GRAPH = "graph"
 QUANTISE_W4 = "w4"
+QUANTISE_W8 = "w8"
 QUANTISE_NONE = "none"
+QUANTISE = (QUANTISE_W4, QUANTISE_W8, QUANTISE_NONE)
 ROLE_TENSOR = "tensor"
 POSITION_ROWS = ("positions", "positions_height", "positions_width")
 """Roles of the rows of positions of a picture's tokens; the first alone where there is one row."""
@@ -121,7 +123,8 @@ class PipelineSpec:
         max_step_tokens: The most token rows of one run (T).
         prune: Adaptive pruning; None keeps what the graph says.
         kv: A window over the cache, if the submission asks for one.
-        quantise: `w4` stores large matrices in four bits, `none` keeps every weight as it is.
+        quantise: `w4` stores large matrices in four bits, `w8` in eight, experts always in four;
+            `none` keeps every other weight as it is.
     """
 
     family: str

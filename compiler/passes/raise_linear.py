@@ -9,7 +9,7 @@ After:
 
 Gemm folds alpha and beta into its constants. A residual is fused when the linear has no other user:
 `y = residual + act(x w^T + b)`. `x * sigmoid(x)` after a linear is its silu. Matrices with fewer
-rows or columns than the options say stay f32: four bits would save nothing there.
+rows or columns than the options say stay f32: fewer bits would save nothing there.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from compiler.dialects.sp import ConstantOp, LinearOp, OnnxOp
 from compiler.dialects.types import shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.match import Bind, attr, find, node
-from compiler.passes.pipeline_spec import QUANTISE_W4
+from compiler.passes.pipeline_spec import QUANTISE_NONE
 from compiler.passes.rewriting import erase, insert_before, swap, sweep
 
 _SILU = node("Mul", Bind("x"), node("Sigmoid", Bind("x")))
@@ -35,9 +35,9 @@ class RaiseLinear(Pass):
     """MatMul and Gemm with constant weights, then bias, activation and residual.
 
     Attributes:
-        min_rows: Least N for four-bit storage.
-        min_cols: Least K for four-bit storage.
-        max_cols: Greatest K of a four-bit kernel (exact int32 sums).
+        min_rows: Least N for storage in four or eight bits.
+        min_cols: Least K for that.
+        max_cols: Greatest K of their kernels (exact int32 sums).
     """
 
     name: ClassVar[str] = "raise-linear"
@@ -49,6 +49,11 @@ class RaiseLinear(Pass):
         """Raise, then fuse in one forward walk."""
         return PassResult(sweep(module, ctx, self._raise, _fuse))
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a matrix (N, K) may be stored in few bits."""
+        rows, cols = shape
+        return rows >= self.min_rows and self.min_cols <= cols <= self.max_cols
+
     def _raise(self, op: Operation, ctx: PassContext) -> int:
         if not isinstance(op, OnnxOp):
             return 0
@@ -56,9 +61,7 @@ class RaiseLinear(Pass):
         if parts is None:
             return 0
         weight, bias = parts
-        rows, cols = weight.shape
-        four_bits = ctx.spec.quantise == QUANTISE_W4
-        fits = four_bits and rows >= self.min_rows and self.min_cols <= cols <= self.max_cols
+        quantise = ctx.spec.quantise
         new: list[ConstantOp] = [ctx.constants.add(weight)]
         if bias is not None:
             new.append(ctx.constants.add(bias))
@@ -66,7 +69,7 @@ class RaiseLinear(Pass):
             op.arguments[0],
             new[0].result,
             new[1].result if bias is not None else None,
-            storage="w4" if fits else "f32",
+            storage=quantise if self.fits(weight.shape) and quantise != QUANTISE_NONE else "f32",
         )
         insert_before(op, *new)
         swap(op, linear, ctx.origins)

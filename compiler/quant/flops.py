@@ -258,6 +258,7 @@ _RULES: Final[Mapping[Op, Callable[[_Run, Call], int]]] = MappingProxyType(
         **dict.fromkeys(_TERMS, _terms),
         Op.LINEAR: _linear,
         Op.LINEAR_F32: _linear,
+        Op.LINEAR_W8: _linear,
         Op.CONV2D: _conv,
         Op.ATTENTION: _attention,
         Op.ATTENTION_ROW: _scores,

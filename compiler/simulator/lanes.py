@@ -29,8 +29,17 @@ Result = TypeVar("Result")
 
 ROW_WISE: Final = frozenset(
     {
-        *(Op.EMBED, Op.LINEAR, Op.LINEAR_F32, Op.NORM, Op.ROPE, Op.UNARY, Op.SOFTMAX),
-        *(Op.MOE_LAYER, Op.ROUTE, Op.EXPERTS, Op.ARGMAX, Op.COLS_CONCAT, Op.COLS_SLICE),
+        *(Op.EMBED, Op.LINEAR, Op.LINEAR_W8, Op.LINEAR_F32, Op.NORM, Op.ROPE),
+        *(
+            Op.UNARY,
+            Op.SOFTMAX,
+            Op.MOE_LAYER,
+            Op.ROUTE,
+            Op.EXPERTS,
+            Op.ARGMAX,
+            Op.COLS_CONCAT,
+            Op.COLS_SLICE,
+        ),
     }
 )
 """Operations of whose results each row depends on the same row of every operand alone."""

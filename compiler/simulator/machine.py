@@ -110,7 +110,7 @@ class Simulator:
         }
         self._constants = [
             None
-            if weight.kind == "w4"
+            if weight.kind in ("w4", "w8")
             else np.atleast_2d(
                 weight.array.astype(np.int32 if weight.kind == "i32" else self._numerics.dtype)
             )

@@ -1,7 +1,8 @@
 """Two arithmetics for one set of operations.
 
 `Bits` does what the C kernels do, bit for bit: f32, eight-lane sums, our own exp and ln, int8
-activations against W4 weights. `Exact` does the same mathematics in f64 on the original weights.
+activations against W4 and W8 weights. `Exact` does the same mathematics in f64 on the original
+weights.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from compiler.kernels.constants import EXP, LOG, SMALLEST_AMAX
 from compiler.kernels.program import Weight
 from compiler.quant.products import small_products
 from compiler.quant.w4 import PackedW4, integer_w4, unpack_w4
+from compiler.quant.w8 import find_w8
 
 Array = NDArray[Any]
 Floats = NDArray[Any]
@@ -51,7 +53,7 @@ class Numerics(Protocol):
         """Return x (R, K) as `linear` wants it, and a scale per row (R, 1)."""
 
     def linear(self, x: Floats, scale: Floats, weight: int, columns: Array | None = None) -> Floats:
-        """Return (R, N) products of quantised rows with W4 weight number `weight`.
+        """Return (R, N) products of quantised rows with W4 or W8 weight number `weight`.
 
         `columns` are the numbers of all columns that are not zero in every row, if that is known.
         """
@@ -102,6 +104,10 @@ class Bits:
                 matrix = unpack_w4(packed[weight.id])
                 self._integers[weight.id] = integer_w4(matrix).astype(np.float64).T
                 self._rows[weight.id] = matrix.grid.rows
+            elif weight.kind == "w8":
+                found = find_w8(weight.array)
+                self._integers[weight.id] = found.codes.astype(np.float64).T
+                self._rows[weight.id] = found.steps
 
     def exp(self, x: Floats) -> Floats:
         """Return e^x by the polynomial of the C kernels."""
@@ -189,7 +195,9 @@ class Exact:
 
     def __init__(self, weights: tuple[Weight, ...], product: Product | None = None) -> None:
         self._product = product
-        self._weights = {w.id: w.array.astype(np.float64).T for w in weights if w.kind == "w4"}
+        self._weights = {
+            w.id: w.array.astype(np.float64).T for w in weights if w.kind in ("w4", "w8")
+        }
 
     def exp(self, x: Floats) -> Floats:
         """Return e^x."""

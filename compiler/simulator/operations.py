@@ -60,6 +60,11 @@ def _linear(s: Step) -> Results:
     return _finish(s, s.numerics.linear(x, scale, s.weight_ids[0], _live_columns(s, x)))
 
 
+def _linear_w8(s: Step) -> Results:
+    x, scale = s.numerics.quantise(_normed(s))
+    return _finish(s, s.numerics.linear(x, scale, s.weight_ids[0]))
+
+
 def _live_columns(s: Step, x: Array) -> Array | None:
     """Return the columns of the live groups if the call's check holds, None if not or without."""
     most = s.number("check")
@@ -237,6 +242,7 @@ OPERATIONS: Final[Mapping[Op, Callable[[Step], Results]]] = MappingProxyType(
         Op.EMBED: _embed,
         Op.LINEAR: _linear,
         Op.LINEAR_F32: _linear_f32,
+        Op.LINEAR_W8: _linear_w8,
         Op.NORM: _norm,
         Op.ROPE: rope,
         Op.ATTENTION: attention,

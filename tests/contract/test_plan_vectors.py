@@ -91,7 +91,8 @@ def test_it_keeps_its_numbers() -> None:
     names = (
         "IMAGE_U8 EMBED LINEAR LINEAR_F32 NORM ROPE ATTENTION ATTENTION_ROW PRUNE CONV2D "
         "ROWS_CONCAT ROWS_SLICE ADD MUL SUB DIV UNARY SOFTMAX ROUTE EXPERTS ARGMAX GATHER_ROWS "
-        "COLS_CONCAT COLS_SLICE ATTENTION_SCORE PRUNE_TOP_P MOE_LAYER EXPERT_PREFETCH EXPERT_LOAD"
+        "COLS_CONCAT COLS_SLICE ATTENTION_SCORE PRUNE_TOP_P MOE_LAYER EXPERT_PREFETCH EXPERT_LOAD "
+        "LINEAR_W8"
     )
     fast = [op for op in Op if op < 128]
     assert " ".join(op.name for op in fast) == names
@@ -104,7 +105,7 @@ def test_it_keeps_its_numbers() -> None:
     assert [int(op) for op in Op if op >= 128] == list(range(128, 140))
     assert [kind.name for kind in Kind] == [
         *("W4", "F32", "I32", "F32_TAPS", "W4_TILES", "I8_ROWS", "I16_ROWS"),
-        *("W4_CSR", "W4_COO", "W4_ELL"),
+        *("W4_CSR", "W4_COO", "W4_ELL", "W8", "W4_UP_ROWS", "W4_COLUMNS"),
     ]
     assert [dtype.name for dtype in DType] == ["F32", "I32", "U8"]
     assert (Status.OK, Status.CONTEXT_FULL, Status.NOT_FINITE) == (0, 6, 10)

@@ -19,13 +19,12 @@ from compiler.contract.plan_format import Kind
 from compiler.driver.bundle_simulator import BundleSimulator
 from compiler.emitters.elements import pack_elements, unpack_elements
 from compiler.emitters.plan import read_packed
-from compiler.emitters.runner import ScriptRun, build_runner, play
-from compiler.hardware.targets import find_target
+from compiler.emitters.runner import ScriptRun, play
 from compiler.kernels.program import COO, CSR, DENSE, ELL, Act, Module, NormKind, Op
 from compiler.quant.w4 import integer_w4, unpack_w4
-from tests.factories.kernels import CACHE, Case, library, native_targets, raw
+from tests.factories.kernels import Case, library, native_targets, raw
 from tests.factories.modules import ModuleBuilder
-from tests.integration.test_native_emulated import EMULATORS, command
+from tests.integration.test_native_emulated import EMULATED, runner
 from tests.integration.test_native_memory import Guarded
 
 TOKENS = 13
@@ -147,16 +146,15 @@ def test_kernels_stay_inside_the_planned_memory(layout: str, target: str) -> Non
     assert {name: guarded.inside(name).tobytes() for name in weights} == weights
 
 
-@pytest.mark.parametrize("target", [name for name, found in EMULATORS.items() if found])
-def test_other_machines_give_the_same_bits(target: str) -> None:
-    emulator = command(target)
-    runner = build_runner(find_target(target), [Op.LINEAR], CACHE)
+@pytest.mark.parametrize("name", EMULATED)
+def test_other_machines_give_the_same_bits(name: str) -> None:
+    built, emulator = runner(name)
     weight = pruned("unstructured", 90, 203)
     for layout in (DENSE, *LAYOUTS):
         case = Case.of(linear(layout, weight))
         values = [inputs(weight, tokens) for tokens in (1, TOKENS)]
         runs = [ScriptRun("run", {k: v.tobytes() for k, v in x.items()}) for x in values]
-        found = play(runner, emulator, case.emitted.plan_bytes, case.emitted.sections, runs)
+        found = play(built, emulator, case.emitted.plan_bytes, case.emitted.sections, runs)
         simulator = case.simulator()
         assert found == [raw(simulator.run("run", x)) for x in values]
 

@@ -22,6 +22,7 @@ from compiler.kernels.program import (
 from compiler.kernels.registry import KERNELS
 from tests.factories.kernels import Case, native_targets, raw
 from tests.factories.modules import single_call
+from tests.factories.w8 import on_grid
 
 Ports = list[tuple[int | None, int, str]]
 Weights = list[tuple[str, np.ndarray] | None]
@@ -121,6 +122,7 @@ def linear(
     op: Op = Op.LINEAR,
 ) -> OpCase:  # fmt: skip
     weight = w4(n, k) if op is Op.LINEAR else f32(n, k)
+    weight = ("w8", on_grid(n, k)) if op is Op.LINEAR_W8 else weight
     return OpCase(
         f"{op.name}-{n}x{k}-{act.name}{'-bias' * bias}{'-residual' * residual}",
         op,
@@ -359,6 +361,8 @@ CASES = [
     linear(33, 72, residual=True),
     *(linear(n, k, op=Op.LINEAR_F32) for n, k in ((1, 1), (7, 9), (16, 64))),
     linear(13, 24, op=Op.LINEAR_F32, act=Act.SILU, bias=True, residual=True),
+    *(linear(n, k, op=Op.LINEAR_W8) for n, k in ((1, 1), (17, 33), (50, 500))),
+    linear(40, 72, op=Op.LINEAR_W8, act=Act.SILU, bias=True, residual=True),
     *(norm(width, kind) for width in (1, 7, 8, 48, 129) for kind in NormKind),
     rope(16, 1), rope(36, 3), rope(10, 5),
     attention(32, 4), attention(33, 3), attention(20, 2, causal=1), attention(70, 1),
@@ -417,7 +421,7 @@ def test_it_stays_near_the_mathematics(case: OpCase) -> None:
     for role, array in got.items():
         difference = np.abs(array.astype(np.float64) - exact[role]).max()
         size = np.abs(exact[role]).max() + 1e-3
-        quantised = case.op in (Op.LINEAR, Op.EXPERTS)
+        quantised = case.op in (Op.LINEAR, Op.LINEAR_W8, Op.EXPERTS)
         assert difference <= size * (0.35 if quantised else 2e-5)
 
 

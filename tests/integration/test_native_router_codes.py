@@ -115,15 +115,15 @@ def test_codes_are_found_only_on_a_grid() -> None:
         find_codes(round_to_codes(weight, 16).values(), I8)
 
 
-def test_only_a_router_may_be_stored_as_codes() -> None:
+def test_only_some_matrices_may_be_stored_as_codes() -> None:
     builder = ModuleBuilder()
     x, y = builder.buffer(None, 8), builder.buffer(None, 4)
-    weight = builder.weight(round_to_codes(builder.normal(4, 8), 8).values())
+    weight = builder.weight(round_to_codes(builder.normal(4, 8), 16).values())
     builder.call(Op.LINEAR_F32, [x], [y], [weight])
     builder.program("run", {"x": x}, {"y": y})
     module = builder.module()
-    wrong = replace(module, weights=(replace(module.weights[0], layout=I8),))
-    with pytest.raises(ProgramError, match="LINEAR_F32 weight 0 is i8"):
+    wrong = replace(module, weights=(replace(module.weights[0], layout=I16),))
+    with pytest.raises(ProgramError, match="LINEAR_F32 weight 0 is i16"):
         Case.of(wrong)
     four_bit = replace(module, weights=(replace(module.weights[0], kind="w4", layout=I8),))
     with pytest.raises(ProgramError, match="layout"):

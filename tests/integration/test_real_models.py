@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from compiler.contract.operations import Op
 from compiler.contract.plan import parse_plan
+from compiler.contract.plan_format import Kind
 from compiler.driver.plan_facts import explain_rows
 from compiler.hardware.targets import find_target
 from tests.factories.graph_runs import Array, GraphCase, relative_error
@@ -102,6 +104,16 @@ def test_it_runs_a_published_file_as_onnx_runtime_does(
     for role, value in wanted.items():
         found = case.array(role, native[role], value)
         assert relative_error(found, value) < published.tolerance, role
+
+
+def test_matrices_of_an_int8_file_take_the_bytes_they_have_there(tmp_path: Path) -> None:
+    case = GraphCase.of(model_file("minilm"), tmp_path, {"batch": 1, "sequence": 12})
+    products = [call for call in case.pipeline.module.programs[0].calls if call.op is Op.LINEAR_F32]
+    plan = parse_plan(case.case.emitted.plan_bytes)
+    stored = [plan.weights[call.weights[0]] for call in products]
+    assert {weight.kind for weight in stored} == {Kind.I8_ROWS}
+    elements = sum(weight.rows * weight.cols for weight in stored)
+    assert sum(weight.length for weight in stored) < 1.02 * elements
 
 
 def test_it_shows_reference_kernels_by_name(tmp_path: Path) -> None:

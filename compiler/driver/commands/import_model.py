@@ -49,8 +49,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--quantise",
-        choices=("none", "w4"),
-        help=f"w4 stores large matrices in four bits (file; default: {QUANTISE_NONE})",
+        choices=("none", "w4", "w8"),
+        help=f"w4 stores large matrices in four bits, w8 in eight (file; default: {QUANTISE_NONE})",
     )
     parser.add_argument(
         "--precision",

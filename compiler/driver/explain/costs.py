@@ -281,6 +281,7 @@ _RULES: Final[Mapping[Op, Callable[[ProgramCosts, PlanCall], CallCost]]] = Mappi
         Op.GATHER_ROWS: _moves,
         Op.LINEAR: _matrix,
         Op.LINEAR_F32: _matrix,
+        Op.LINEAR_W8: _matrix,
         Op.CONV2D: _matrix,
         Op.ATTENTION: _attention,
         Op.ATTENTION_ROW: _scores,

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from compiler.contract.canonical import Json
 from compiler.contract.expert_pages import PAGE_OPS, experts_of
-from compiler.contract.operations import PARAMS, Act, ExpertAct, NormKind, Op, UnaryKind
+from compiler.contract.operations import LINEARS, PARAMS, Act, ExpertAct, NormKind, Op, UnaryKind
 from compiler.contract.plan import Plan, PlanCall, PlanProgram
 from compiler.contract.plan_format import DTYPE_BYTES, GROUP, Direction, Kind
 from compiler.contract.selftest import SelfTest
@@ -38,6 +38,7 @@ _LAYOUTS: Final[Mapping[Kind, str]] = {
     Kind.W4_ELL: "blocked ELL of 32 x 4, 4-bit codes",
     Kind.W4_UP_ROWS: "gate rows in panels, up rows one by one, 4-bit codes",
     Kind.W4_COLUMNS: "columns one by one, 4-bit codes",
+    Kind.W8: "panels of 16 rows, 8-bit codes, a step and a zero per row",
 }
 
 
@@ -204,8 +205,6 @@ def title_of(call: PlanCall) -> str:
         return UnaryKind(int(call.params["kind"])).name.lower()
     if call.op is Op.ATTENTION and call.params.get("append_only"):
         return "cache append"
-    if call.op is Op.LINEAR_F32:
-        return "linear f32"
     return call.op.name.lower().replace("_", " ")
 
 
@@ -214,7 +213,7 @@ def fused_parts(call: PlanCall) -> list[Json]:
     parts: list[Json] = []
     if call.params.get("norm"):
         parts.append(f"{NormKind(int(call.params['norm']) - 1).name.lower()} norm before")
-    if call.op in (Op.LINEAR, Op.LINEAR_F32, Op.CONV2D):
+    if call.op in (*LINEARS, Op.CONV2D):
         if len(call.weights) > 1 and call.weights[1] >= 0:
             parts.append("bias")
         if len(call.inputs) > 1 and call.inputs[1] >= 0:

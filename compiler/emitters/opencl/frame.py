@@ -8,16 +8,18 @@ import numpy as np
 
 from compiler.contract.native_errors import ContextFullError, ContextLostError, NativeError
 from compiler.contract.operations import Op
-from compiler.contract.plan import Plan, PlanCall, PlanError
+from compiler.contract.plan import Plan, PlanCall, PlanError, PlanWeight
 from compiler.contract.plan_format import DTYPE_BYTES, Kind, KvKind, align, weight_parts
 from compiler.contract.tiles import GROUP, PANEL, TILE_BYTES
 from compiler.emitters.opencl.device import Device, Operand
 from compiler.emitters.opencl.lists import UNIT, StoredTiles, WorkList
 from compiler.emitters.plan import read_packed
 from compiler.emitters.tiles import live_mask
+from compiler.quant.row_codes import I8, read_codes
 from compiler.quant.w4 import PackedW4
 
 _MAX_WINDOWED: Final = 0x7FFFFFFF
+_DECODED: Final = (Op.EMBED, Op.LINEAR_F32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,20 @@ class View:
 
 
 class DeviceWeights:
-    """All weights of a plan in one buffer; of W4 only the live tiles, however they are stored."""
+    """All weights of a plan in one buffer; of W4 only the live tiles, however they are stored.
+
+    Codes of products and tables are decoded, those of routers stay codes.
+    """
 
     def __init__(self, device: Device, plan: Plan, sections: Mapping[str, bytes]) -> None:
         """Copy the weights to the device."""
         packed = read_packed(plan, sections)
+        products = {
+            call.weights[0]
+            for program in plan.programs
+            for call in program.calls
+            if call.op in _DECODED
+        }
         self._data = bytearray()
         self.offsets: dict[int, int] = {}
         self.tiles: dict[int, StoredTiles] = {}
@@ -54,6 +65,8 @@ class DeviceWeights:
                 continue
             section = sections[plan.sections[weight.section].name]
             stored = section[weight.offset : weight.offset + weight.length]
+            if number in products and weight.kind is Kind.I8_ROWS:
+                stored = _decoded(weight, stored)
             self.offsets[number] = self._add(stored)
         self.buffer = device.upload(bytes(self._data))
         self._data.clear()
@@ -192,6 +205,13 @@ class Frame:
         """Return how many bytes of a buffer this run fills."""
         found, view = self.plan.buffers[buffer], self.view(buffer)
         return view.rows * view.cols * DTYPE_BYTES[found.dtype]
+
+
+def _decoded(weight: PlanWeight, stored: bytes) -> bytes:
+    """Return the f32 matrix that rows of codes stand for, row-major."""
+    (at, codes), (steps_at, steps) = weight_parts(weight.kind, weight.rows, weight.cols)
+    parts = stored[at : at + codes], stored[steps_at : steps_at + steps]
+    return read_codes(parts[0], I8, weight.rows, parts[1]).values().astype("<f4").tobytes()
 
 
 def groups_of(cols: int) -> int:

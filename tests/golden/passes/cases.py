@@ -15,6 +15,7 @@ from compiler.passes.inject_masks import InjectMasks, encode_masks
 from compiler.passes.pipeline import STAGES
 from compiler.passes.remove_columns import Removal, RemoveColumns
 from tests.factories.attention_blocks import Planted, attention_block
+from tests.factories.int8_blocks import Bytes, int8_block
 from tests.factories.moe_contrib import contrib
 from tests.factories.moe_shapes import Mix
 from tests.factories.onnx_blocks import (
@@ -113,6 +114,7 @@ CASES: Mapping[str, Writer] = {
     "canonicalise": lambda d: write_block(d, movement_block),
     "fold-affine": lambda d: write_block(d, affine_block),
     "raise-norm": lambda d: write_block(d, rms_block()),
+    "raise-int8": lambda d: write_block(d, int8_block(), width=Bytes().cols),
     "raise-linear": lambda d: write_block(d, gemm_block),
     "raise-rope": lambda d: write_tiny(d, SMALL),
     "raise-moe-native": lambda d: write_block(d, native_moe_block),

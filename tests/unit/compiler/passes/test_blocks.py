@@ -8,9 +8,12 @@ import pytest
 
 from compiler.errors import MalformedModelError, UnsupportedOperatorError
 from compiler.kernels.program import Module
+from compiler.quant.row_codes import I8
+from compiler.quant.w8 import lies_on_grid
 from tests.factories.onnx_blocks import (
     Block,
     GraphBuilder,
+    block_model,
     elementwise_block,
     gemm_block,
     layer_norm_block,
@@ -19,7 +22,7 @@ from tests.factories.onnx_blocks import (
     native_moe_block,
     rms_block,
 )
-from tests.factories.onnx_models import write_block
+from tests.factories.onnx_models import graph_document, write_block, write_submission
 from tests.factories.onnx_runs import block_difference, lowered
 
 
@@ -66,6 +69,32 @@ def test_it_stores_large_matrices_in_four_bits(tmp_path: Path) -> None:
     module = lowered(write_block(tmp_path, block, width=32)).module
     assert operations(module) == ["LINEAR", "LINEAR_F32"]
     assert [weight.kind for weight in module.weights] == ["w4", "f32", "f32", "f32"]
+
+
+def test_it_stores_large_matrices_in_eight_bits_on_request(tmp_path: Path) -> None:
+    def block(b: GraphBuilder, x: str) -> str:
+        return linear(b, linear(b, x, 32, 16), 16, 32)
+
+    model = block_model(block, width=32)
+    document = graph_document(model) | {"quantise": "w8"}
+    module = lowered(write_submission(tmp_path, {"model": model}, document)).module
+    assert operations(module) == ["LINEAR_W8", "LINEAR_F32"]
+    assert lies_on_grid(module.weights[0].array)
+    assert block_difference(tmp_path, tokens=5) < 0.01
+
+
+def test_it_keeps_matrices_that_a_file_made_from_bytes_as_codes(tmp_path: Path) -> None:
+    def block(b: GraphBuilder, x: str) -> str:
+        codes = b.const(b.rng.integers(-128, 128, (96, 64)), "int8")
+        steps = b.const(b.rng.uniform(0.01, 0.02, 64))
+        return b.op("MatMul", x, b.op("Mul", b.op("Cast", codes, to=1), steps))
+
+    model = block_model(block, width=96)
+    document = graph_document(model) | {"quantise": "none"}
+    module = lowered(write_submission(tmp_path, {"model": model}, document)).module
+    assert operations(module) == ["LINEAR_F32"]
+    assert module.weights[0].layout == I8
+    assert block_difference(tmp_path, tokens=5) < 1e-6
 
 
 def test_it_does_not_fuse_what_others_read(tmp_path: Path) -> None:

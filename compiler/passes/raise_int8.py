@@ -1,0 +1,96 @@
+"""Raise products that a file rounds to bytes at run time to `sp.linear` of eight bits.
+
+Before:
+    %q, %s, %z = "sp.onnx"(%x) <{op = "DynamicQuantizeLinear"}>
+    %1 = "sp.onnx"(%q, %w, %z, %wz) <{op = "MatMulInteger"}>       (%w int8 or uint8, K x N)
+    %2 = "sp.onnx"(%1) <{op = "Cast", to = float}>
+    %3 = "sp.onnx"(%2, %s * %ws) <{op = "Mul"}>                    (%ws a step, or one per column)
+After:
+    %3 = "sp.linear"(%x, %w') <{storage = "w8"}>                   (%w' = ((%w - %wz) * %ws)^T)
+
+The weights stay what the file stores. Rows of x are rounded one by one, each by its own largest
+element, where the file rounds all of x by its range: another error of the same size. A product that
+is too small or too wide for the kernel stays as it is, exact.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+import numpy as np
+from xdsl.dialects.builtin import ModuleOp
+from xdsl.ir import Operation, SSAValue
+
+from compiler.analysis.constants import Array
+from compiler.dialects.sp import LinearOp, OnnxOp
+from compiler.dialects.types import dtype_of
+from compiler.passes.base import Pass, PassContext, PassResult
+from compiler.passes.match import Bind, Env, OneOf, find, node
+from compiler.passes.raise_linear import RaiseLinear
+from compiler.passes.rewriting import insert_before, swap, sweep
+
+_BYTES: Final = ("int8", "uint8")
+_SIZES: Final = RaiseLinear()
+_SUMS = OneOf(
+    (
+        node("MatMulInteger", Bind("q"), Bind("w"), Bind("zero"), Bind("w_zero")),
+        node("MatMulInteger", Bind("q"), Bind("w"), Bind("zero")),
+    )
+)
+_PRODUCT = OneOf(
+    (
+        node("Mul", node("Cast", _SUMS), node("Mul", Bind("step"), Bind("other"))),
+        node("Mul", node("Mul", node("Cast", _SUMS), Bind("step")), Bind("other")),
+    )
+)
+
+
+@dataclass(frozen=True)
+class RaiseInt8(Pass):
+    """MatMulInteger of dynamically quantised rows and constant bytes."""
+
+    name: ClassVar[str] = "raise-int8"
+
+    def run(self, module: ModuleOp, ctx: PassContext) -> PassResult:
+        """Rewrite in one forward walk."""
+        return PassResult(sweep(module, ctx, _raise))
+
+
+def _raise(op: Operation, ctx: PassContext) -> int:
+    if not isinstance(op, OnnxOp) or op.op.data != "Mul" or dtype_of(op.outputs[0]) != "float32":
+        return 0
+    env = find(_PRODUCT, op.outputs[0], ctx.constants)
+    x = _source(env) if env is not None else None
+    weight = _weight(env, ctx) if env is not None else None
+    if x is None or weight is None or not _SIZES.fits(weight.shape):
+        return 0
+    constant = ctx.constants.add(weight)
+    insert_before(op, constant)
+    swap(op, LinearOp(x, constant.result, storage="w8"), ctx.origins)
+    return 1
+
+
+def _source(env: Env) -> SSAValue | None:
+    """Return what was quantised, if bytes, zero and step come from one operation."""
+    made = env["q"].owner
+    if not isinstance(made, OnnxOp) or made.op.data != "DynamicQuantizeLinear":
+        return None
+    quantised, step, zero = made.outputs
+    fits = env["q"] is quantised and env["zero"] is zero and step in (env["step"], env["other"])
+    return made.arguments[0] if fits else None
+
+
+def _weight(env: Env, ctx: PassContext) -> Array | None:
+    """Return the matrix (N, K) f32 that the bytes stand for; None if they are no such matrix."""
+    codes, steps = ctx.constants.get(env["w"]), ctx.constants.get(env["other"])
+    steps = ctx.constants.get(env["step"]) if steps is None else steps
+    zeros = ctx.constants.get(env["w_zero"]) if "w_zero" in env else np.zeros((), np.int8)
+    if codes is None or steps is None or zeros is None or codes.ndim != 2:
+        return None
+    columns = codes.shape[1]
+    if codes.dtype.name not in _BYTES or {steps.size, zeros.size} - {1, columns}:
+        return None
+    if any(array.ndim > 1 and array.size != array.shape[-1] for array in (steps, zeros)):
+        return None
+    centred = codes.astype(np.int32) - zeros.reshape(-1).astype(np.int32)
+    values = centred.astype(np.float32) * steps.reshape(-1).astype(np.float32)
+    return np.ascontiguousarray(values.T)

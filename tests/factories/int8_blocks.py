@@ -1,0 +1,51 @@
+"""Blocks whose products a file rounds to bytes at run time, as dynamic quantisers write them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.factories.onnx_blocks import Block, GraphBuilder
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """How weights (cols, rows) are stored and where the steps are multiplied.
+
+    Attributes:
+        dtype: Of the weights.
+        zero: Their zero point; None leaves it out.
+        per_column: One step per column of the weights, otherwise one for all.
+        order: `together` multiplies the steps first, `rows` and `weights` one after the other.
+    """
+
+    cols: int = 32
+    rows: int = 48
+    dtype: str = "int8"
+    zero: int | None = 0
+    per_column: bool = True
+    order: str = "together"
+
+
+def product(b: GraphBuilder, x: str, how: Bytes) -> str:
+    """Write one dynamically quantised product without a bias."""
+    limits = np.iinfo(how.dtype)
+    codes = b.rng.integers(limits.min, limits.max + 1, (how.cols, how.rows))
+    steps = b.rng.uniform(0.001, 0.003, how.rows if how.per_column else ())
+    quantised, step, zero = b.ops("DynamicQuantizeLinear", x, count=3)
+    operands = [quantised, b.const(codes, how.dtype), zero]
+    operands += [] if how.zero is None else [b.const(how.zero, how.dtype)]
+    sums = b.op("Cast", b.op("MatMulInteger", *operands), to=1)
+    weight_step = b.const(steps)
+    if how.order == "together":
+        return b.op("Mul", sums, b.op("Mul", step, weight_step))
+    first, second = (step, weight_step) if how.order == "rows" else (weight_step, step)
+    return b.op("Mul", b.op("Mul", sums, first), second)
+
+
+def int8_block(how: Bytes = Bytes()) -> Block:
+    """Return relu(product + bias)."""
+
+    def block(b: GraphBuilder, x: str) -> str:
+        return b.op("Relu", b.op("Add", product(b, x, how), b.weight(how.rows)))
+
+    return block

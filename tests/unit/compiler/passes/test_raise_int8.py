@@ -1,0 +1,91 @@
+"""Products of bytes: found however they are written, kept as stored, left where unclear."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from compiler.frontend import import_pipeline
+from compiler.kernels.program import Module, Op
+from compiler.passes.pipeline import raise_pipeline
+from compiler.quant.w8 import find_w8
+from compiler.simulator import Simulator
+from tests.factories.int8_blocks import Bytes, int8_block, product
+from tests.factories.onnx_blocks import GraphBuilder
+from tests.factories.onnx_models import write_block
+from tests.factories.onnx_runs import block_rows, lowered, reference_rows
+
+SYMMETRIC = Bytes()
+HOW = {
+    "per column": SYMMETRIC,
+    "per tensor": replace(SYMMETRIC, per_column=False),
+    "without zero": replace(SYMMETRIC, zero=None),
+    "unsigned": replace(SYMMETRIC, dtype="uint8", zero=131),
+    "unsigned, zero at the end": replace(SYMMETRIC, dtype="uint8", zero=0, per_column=False),
+    "rows first": replace(SYMMETRIC, order="rows"),
+    "weights first": replace(SYMMETRIC, order="weights"),
+}
+
+
+def raised_text(directory: Path) -> str:
+    return raise_pipeline(import_pipeline(directory)).ir_text["raised"]
+
+
+def operations(module: Module) -> list[str]:
+    return [call.op.name for call in module.programs[0].calls]
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_weights_stay_as_they_are_stored(tmp_path: Path, name: str) -> None:
+    how = HOW[name]
+    model = int8_block(how)
+    module = lowered(write_block(tmp_path, model, width=how.cols)).module
+    assert operations(module) == ["LINEAR_W8"]
+    codes = find_w8(module.weights[0].array).codes
+    b = GraphBuilder()
+    limits = np.iinfo(how.dtype)
+    stored = b.rng.integers(limits.min, limits.max + 1, (how.cols, how.rows)) - (how.zero or 0)
+    assert np.array_equal(codes, stored.T)
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_it_is_as_near_as_onnx_runtime(tmp_path: Path, name: str) -> None:
+    how = HOW[name]
+    directory = write_block(tmp_path, int8_block(how), width=how.cols)
+    module = lowered(directory).module
+    x = block_rows(directory, 12)
+    runs = [Simulator(module, {}, mode="bits"), Simulator(module, mode="f64")]
+    found, exact = (run.run_arrays("forward", {"tensor": x})["tensor"] for run in runs)
+    theirs = reference_rows(directory, x)
+    size = np.abs(exact).max()
+    assert np.abs(found - exact).max() / size < 0.02
+    assert np.abs(found - exact).mean() < 1.5 * np.abs(theirs - exact).mean()
+
+
+def test_steps_of_other_rows_are_no_such_product(tmp_path: Path) -> None:
+    def block(b: GraphBuilder, x: str) -> str:
+        quantised, _, zero = b.ops("DynamicQuantizeLinear", x, count=3)
+        _, other, _ = b.ops("DynamicQuantizeLinear", b.op("Relu", x), count=3)
+        codes = b.const(b.rng.integers(-9, 9, (32, 32)), "int8")
+        sums = b.op("Cast", b.op("MatMulInteger", quantised, codes, zero), to=1)
+        return b.op("Mul", sums, b.op("Mul", other, b.const(0.1)))
+
+    model = write_block(tmp_path, block, width=32)
+    text = raised_text(model)
+    assert "MatMulInteger" in text
+    assert "sp.linear" not in text
+
+
+def test_small_products_stay_exact(tmp_path: Path) -> None:
+    how = replace(SYMMETRIC, cols=32, rows=8)
+    text = raised_text(write_block(tmp_path, int8_block(how), width=32))
+    assert "MatMulInteger" in text
+
+
+def test_two_products_share_their_rows(tmp_path: Path) -> None:
+    def block(b: GraphBuilder, x: str) -> str:
+        return b.op("Add", product(b, x, SYMMETRIC), product(b, x, SYMMETRIC))
+
+    module = lowered(write_block(tmp_path, block, width=32)).module
+    assert operations(module) == [Op.LINEAR_W8.name, Op.LINEAR_W8.name]
