@@ -28,6 +28,7 @@ from compiler.driver.native_check import (
     NativeCheck,
     check_assembled,
     check_native,
+    check_opencl,
     emulator_of,
     host_target,
     runs_here,
@@ -47,7 +48,7 @@ from compiler.driver.stages import ORIGINS, Portable, StageClock
 from compiler.driver.verdicts import find_times, find_verdict, keep_times, keep_verdict, verdict_key
 from compiler.errors import UserModelError
 from compiler.frontend.pipeline_json import read_pipeline
-from compiler.hardware.targets import Target, find_target
+from compiler.hardware.targets import OPENCL, Target, find_target
 from compiler.passes.pipeline_spec import PipelineSpec
 
 PORTABLE: Final = "portable"
@@ -222,6 +223,9 @@ class _Compilation:
 
     def check(self, sections: Mapping[str, bytes]) -> NativeCheck:
         """Return what running the shipped code gave: now, or earlier for the very same bytes."""
+        if self.target.backend == OPENCL.backend:
+            with self.clock.stage("selftest"), scratch_directory() as folder:
+                return check_opencl(folder, sections, self.options.selftest_timeout_s)
         emulator = None if runs_here(self.target) else emulator_of(self.target)
         if not runs_here(self.target) and emulator is None:
             return check_assembled(self.target)

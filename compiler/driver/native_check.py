@@ -25,6 +25,9 @@ HOST: Final = "host"
 PROFILER: Final = "compiler.driver.profile"
 QEMU: Final = "qemu"
 ASSEMBLED: Final = "assembled"
+STRUCTURAL: Final = "structural"
+OPENCL_PROCESS: Final = "compiler.driver.opencl_process"
+OPENCL_ABSENT: Final = 3
 EMULATORS: Final[Mapping[str, tuple[str, ...]]] = {
     "aarch64": ("qemu-aarch64",),
     "aarch64-dotprod": ("qemu-aarch64", "-cpu", "max"),
@@ -42,7 +45,8 @@ class NativeCheck:
 
     Attributes:
         verified_on: `host` if the shipped library ran here, `qemu` if its kernels ran under an
-            emulator, `assembled` if it could only be built.
+            emulator, `assembled` if it could only be built, `structural` if only written. OpenCL
+            kernels that ran here, on whatever device, are `host` too.
         detail: The self-test's report, or why it did not run.
     """
 
@@ -122,7 +126,33 @@ def check_native(directory: Path, sections: Mapping[str, bytes], timeout_s: floa
             code crashed, or it took too long.
     """
     write_sections(directory, sections)
-    done = run_child(selftest_process.__name__, [directory], timeout_s)
+    return judge(run_child(selftest_process.__name__, [directory], timeout_s))
+
+
+def check_opencl(directory: Path, sections: Mapping[str, bytes], timeout_s: float) -> NativeCheck:
+    """Run the self-test with OpenCL kernels where a device gives our bits: PoCL, for one.
+
+    Args:
+        directory: As `check_native`.
+        sections: As `check_native`; `kernels` is OpenCL C.
+        timeout_s: Seconds after which the child is killed.
+
+    Raises:
+        SelfTestError: As `check_native`.
+    """
+    write_sections(directory, sections)
+    done = run_child(OPENCL_PROCESS, [directory], timeout_s)
+    if done.status == OPENCL_ABSENT:
+        return NativeCheck(STRUCTURAL, {"reason": done.error_text(_MAX_SHOWN)})
+    return judge(done)
+
+
+def judge(done: Finished) -> NativeCheck:
+    """Return what a self-test's process said.
+
+    Raises:
+        SelfTestError: It did not run, or an output differs from the simulator's.
+    """
     if done.status not in (selftest_process.PASSED, selftest_process.FAILED):
         raise SelfTestError(f"the native self-test did not run: {done.error_text(_MAX_SHOWN)}")
     report: dict[str, Json] = json.loads(done.output)

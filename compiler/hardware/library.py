@@ -1,6 +1,6 @@
 """The capability library: systems on chip as data, and the targets whose code each of them runs.
 
-    socs.toml -> load_socs() -> Soc -> variants(soc): targets, best first
+    socs.toml -> load_socs() -> Soc -> variants(soc): targets, best first; accelerators(soc)
 
 Pages and the `targets` command show it; a release manager sees what a bundle will be on a device
 that has not reported yet. A device itself is judged by what its probe reports, never by its name.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from compiler.errors import CompilerError
-from compiler.hardware.targets import TARGETS, Target
+from compiler.hardware.targets import OPENCL, TARGETS, Target
 
 LIBRARY: Final = Path(__file__).with_name("socs.toml")
 UNVERIFIED: Final = "unverified"
@@ -25,7 +25,7 @@ CLASSES: Final = ("phone", "pc", "car")
 _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]*")
 _CORES: Final = re.compile(r"[A-Za-z0-9 .-]+ x[1-9][0-9]?")
 _REQUIRED: Final = frozenset(("id", "vendor", "name", "class", "arch", "cores", "features"))
-_OPTIONAL: Final = frozenset(("system", "memory_gb_s", "npu"))
+_OPTIONAL: Final = frozenset(("system", "memory_gb_s", "gpu", "npu"))
 
 
 class SocLibraryError(CompilerError):
@@ -46,6 +46,7 @@ class Soc:
         features: Names in /proc/cpuinfo that every core has.
         system: `linux`, or `darwin`, whose system calls our runtime does not make.
         memory_gb_s: Published peak of the memory interface, GB/s; None if unknown.
+        gpu: A GPU that takes OpenCL; empty if none is known.
         npu: Accelerator and its SDK, used by no variant; empty if none is known.
     """
 
@@ -58,6 +59,7 @@ class Soc:
     features: frozenset[str]
     system: str = "linux"
     memory_gb_s: float | None = None
+    gpu: str = ""
     npu: str = ""
 
     @property
@@ -70,6 +72,11 @@ def variants(soc: Soc) -> tuple[Target, ...]:
     """Return the targets whose code the cores can run, best first; none of another architecture."""
     able = [t for t in TARGETS if t.arch == soc.arch and t.features <= soc.features]
     return tuple(reversed(able))
+
+
+def accelerators(soc: Soc) -> tuple[Target, ...]:
+    """Return the targets whose code the GPU could run; a device is never given one of them."""
+    return (OPENCL,) if soc.gpu else ()
 
 
 @cache
@@ -103,7 +110,9 @@ def _row(row: Mapping[str, object]) -> Soc:
     missing, unknown = _REQUIRED - row.keys(), row.keys() - _REQUIRED - _OPTIONAL
     _need(not missing, f"{where} lacks {sorted(missing)[:1]}")
     _need(not unknown, f"{where} has the unknown field {sorted(unknown)[:1]}")
-    texts = {name: row.get(name, "") for name in ("id", "vendor", "name", "class", "arch", "npu")}
+    texts = {
+        name: row.get(name, "") for name in ("id", "vendor", "name", "class", "arch", "gpu", "npu")
+    }
     for name, value in texts.items():
         _need(isinstance(value, str), f"{where}: {name} is no text")
     soc = Soc(
@@ -116,6 +125,7 @@ def _row(row: Mapping[str, object]) -> Soc:
         features=frozenset(_texts(row["features"], f"{where}: features")),
         system=str(row.get("system", "linux")),
         memory_gb_s=_bandwidth(row.get("memory_gb_s"), where),
+        gpu=str(texts["gpu"]),
         npu=str(texts["npu"]),
     )
     _need(_ID.fullmatch(soc.id) is not None, f"{where}: an id is lower case")

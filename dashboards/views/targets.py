@@ -10,7 +10,7 @@ from builds.common.roles import Permission
 from builds.selectors.pages import target_list as find_targets
 from builds.services.targets import target_activate as activate
 from compiler.contract.fingerprint import TARGET_LADDER
-from compiler.hardware.library import load_socs, variants
+from compiler.hardware.library import accelerators, load_socs, variants
 from dashboards.pages import page, show
 from fleet.selectors.pages import device_counts_by_target
 
@@ -23,7 +23,7 @@ def _list(request: HttpRequest, actor: Actor) -> HttpResponse:
         (target, counts.get(target.pk, 0), NEEDED_FEATURES.get(target.name, []))
         for target in find_targets()
     ]
-    socs = [(soc, variants(soc)) for soc in load_socs()]
+    socs = [(soc, variants(soc), accelerators(soc)) for soc in load_socs()]
     return show(request, actor, "target_list", {"rows": rows, "socs": socs})
 
 

@@ -24,12 +24,12 @@ from compiler.driver.limit_options import add_limit_options, limits_of
 from compiler.driver.options import CompileOptions
 from compiler.errors import UsageError
 from compiler.frontend.pipeline_json import FILE_NAME
-from compiler.hardware.targets import TARGETS
+from compiler.hardware.targets import ALL_TARGETS
 
 KV_KINDS: Final = {"f32": KvKind.F32, "int8": KvKind.I8}
 _NEEDED: Final = (
     ("submission", "a submission", "name a directory with pipeline.json, as `import` writes it"),
-    ("target", "--target", f"one of {', '.join(target.id for target in TARGETS)}"),
+    ("target", "--target", f"one of {', '.join(target.id for target in ALL_TARGETS)}"),
     ("out", "--out", "name a directory for the bundle"),
 )
 

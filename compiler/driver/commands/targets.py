@@ -5,8 +5,8 @@ import argparse
 from compiler.contract.canonical import Json
 from compiler.driver.commands.base import Answer, Command, Console, table
 from compiler.driver.native_check import emulator_of, host_features, runs_here
-from compiler.hardware.library import load_socs, variants
-from compiler.hardware.targets import TARGETS, Target
+from compiler.hardware.library import accelerators, load_socs, variants
+from compiler.hardware.targets import ALL_TARGETS, OPENCL, Target
 from compiler.kernels.select import select_tile
 
 
@@ -30,6 +30,7 @@ def _socs() -> Answer:
             ", ".join(target.id for target in variants(soc)),
             variants(soc)[0].verified_on,
             soc.verified_on if soc.system == "linux" else f"{soc.verified_on} ({soc.system})",
+            f"{soc.gpu}: {soc.verified_on}" if soc.gpu else "",
         )
         for soc in load_socs()
     ]
@@ -45,36 +46,53 @@ def _socs() -> Answer:
             "system": soc.system,
             "memory_gb_s": soc.memory_gb_s,
             "npu": soc.npu,
+            "gpu": soc.gpu,
             "targets": [target.id for target in variants(soc)],
+            "accelerator_targets": [target.id for target in accelerators(soc)],
             "verified_on": soc.verified_on,
         }
         for soc in load_socs()
     ]
-    head = ("system on chip", "cores", "targets, best first", "bits checked on", "on a device")
+    head = (
+        *("system on chip", "cores", "targets, best first", "bits checked on", "on a device"),
+        "opencl on its GPU",
+    )
     return Answer(table([head, *rows]), document)
 
 
 def _targets() -> Answer:
     rows = [
-        (target.id, target.triple, select_tile(target.isa).isa, _checked(target))
-        for target in TARGETS
+        (
+            target.id,
+            target.backend,
+            target.triple,
+            select_tile(target.isa).isa,
+            target.verified_on,
+            _checked(target),
+        )
+        for target in ALL_TARGETS
     ]
     document: list[Json] = [
         {
             "id": target.id,
+            "backend": target.backend,
             "triple": target.triple,
+            "verified_on": target.verified_on,
             "tile": select_tile(target.isa).isa,
             "features": sorted(target.features),
             "missing_here": sorted(target.features - host_features()),
             "runs_here": runs_here(target),
             "emulator": " ".join(emulator_of(target) or ()),
         }
-        for target in TARGETS
+        for target in ALL_TARGETS
     ]
-    return Answer(table(rows), document)
+    head = ("target", "back end", "triple", "tile", "bits checked on", "this machine")
+    return Answer(table([head, *rows]), document)
 
 
 def _checked(target: Target) -> str:
+    if target.backend == OPENCL.backend:
+        return "by name only: no device is given it"
     if runs_here(target):
         return "runs here"
     return "emulated here" if emulator_of(target) else "does not run here"

@@ -22,9 +22,15 @@ _NEEDED: Final = ("CORRECTLY_ROUNDED_DIVIDE_SQRT", "DENORM", "INF_NAN", "ROUND_T
 
 
 class OpenClError(CompilerError):
-    """There is no OpenCL device that gives our bits, or it refused our kernels."""
+    """OpenCL kernels cannot be run here, or a device refused them."""
 
     code: ClassVar[str] = "build.app.opencl"
+
+
+class NoDeviceError(OpenClError):
+    """pyopencl is missing, or there is no device that gives our bits."""
+
+    code: ClassVar[str] = "build.app.opencl_device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,8 @@ class Device:
         """Open the first device that gives our bits and build `source` on it.
 
         Raises:
-            OpenClError: pyopencl or a device is missing, or the device refuses the source.
+            NoDeviceError: pyopencl or a device is missing.
+            OpenClError: The device refuses the source.
         """
         self._cl = _pyopencl()
         device = find_device(self._cl)
@@ -159,7 +166,7 @@ def find_device(cl: Handle) -> Handle:
     """Return the first device that gives our bits.
 
     Raises:
-        OpenClError: There is none; the message says what each lacks.
+        NoDeviceError: There is none; the message says what each lacks.
     """
     refused = []
     try:
@@ -177,14 +184,16 @@ def find_device(cl: Handle) -> Handle:
                 return device
             refused.append(f"{device.name} lacks {', '.join(lacks) or 'a compiler'}")
     found = "; ".join(refused) or "no OpenCL device is installed"
-    raise OpenClError(found, hint="install PoCL: pip install pyopencl[pocl], or your GPU's driver")
+    raise NoDeviceError(
+        found, hint="install PoCL: pip install pyopencl[pocl], or your GPU's driver"
+    )
 
 
 def is_available() -> bool:
     """Return whether a device that gives our bits can be opened here."""
     try:
         find_device(_pyopencl())
-    except OpenClError:
+    except NoDeviceError:
         return False
     return True
 
@@ -193,7 +202,7 @@ def _pyopencl() -> Handle:
     try:
         import pyopencl
     except ImportError as error:
-        raise OpenClError(
+        raise NoDeviceError(
             f"OpenCL cannot be run: {error}", hint="pip install pyopencl[pocl]"
         ) from error
     return pyopencl

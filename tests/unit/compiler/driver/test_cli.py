@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import onnx
 import pytest
 
+from compiler.contract.manifest import VERIFIED_ON
 from compiler.driver import cache, cli
 from compiler.driver.commands import compile_submission
 from compiler.driver.commands.base import Console, size_bytes
@@ -27,8 +28,30 @@ ROOT = Path(__file__).resolve().parents[4]
 def test_it_lists_every_target(capsys) -> None:
     assert cli.main(["targets"]) == cli.OK
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines][:3] == ["x86-64-v1", "x86-64-v2", "x86-64-v3"]
-    assert all(line.endswith(("runs here", "emulated here", "does not run here")) for line in lines)
+    names = [line.split()[0] for line in lines[1:]]
+    assert names[:3] == ["x86-64-v1", "x86-64-v2", "x86-64-v3"]
+    assert names[-1] == "opencl"
+    endings = ("runs here", "emulated here", "does not run here", "no device is given it")
+    assert all(line.endswith(endings) for line in lines[1:])
+
+
+def test_it_lists_how_every_variant_was_checked(capsys) -> None:
+    assert cli.main(["targets", "--json"]) == cli.OK
+    rows = {row["id"]: row for row in json.loads(capsys.readouterr().out)}
+    assert {row["verified_on"] for row in rows.values()} <= set(VERIFIED_ON)
+    assert {rows[name]["backend"] for name in ("aarch64", "aarch64-sve2")} == {"aarch64"}
+    opencl = rows["opencl"]
+    assert (opencl["backend"], opencl["tile"], opencl["runs_here"]) == ("opencl", "opencl", False)
+
+
+def test_it_lists_the_gpu_of_a_system_as_unverified(capsys) -> None:
+    assert cli.main(["targets", "--socs", "--json"]) == cli.OK
+    rows = {row["id"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["sm8250"]["gpu"] == "Adreno 650"
+    assert rows["sm8250"]["accelerator_targets"] == ["opencl"]
+    assert "opencl" not in rows["sm8250"]["targets"]
+    assert rows["sm8250"]["verified_on"] == "unverified"
+    assert rows["x86-zen4"]["accelerator_targets"] == []
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from compiler.hardware.library import (
     UNVERIFIED,
     Soc,
     SocLibraryError,
+    accelerators,
     load_socs,
     parse_socs,
     variants,
 )
-from compiler.hardware.targets import find_target
+from compiler.hardware.targets import OPENCL, find_target
 
 ROW = """
 [[soc]]
@@ -61,9 +62,16 @@ def test_it_lists_the_best_target_first(soc: str, targets: list[str]) -> None:
     assert variants(found)[0] == find_target(targets[0])
 
 
+def test_it_names_the_opencl_variant_of_a_gpu_and_gives_it_to_no_core() -> None:
+    for soc in load_socs():
+        assert accelerators(soc) == ((OPENCL,) if soc.gpu else ())
+        assert OPENCL not in variants(soc)
+    assert sum(bool(soc.gpu) for soc in load_socs()) > 20
+
+
 def test_it_reads_a_row() -> None:
     (soc,) = parse_socs(ROW)
-    assert (soc.system, soc.memory_gb_s, soc.npu) == ("linux", None, "")
+    assert (soc.system, soc.memory_gb_s, soc.gpu, soc.npu) == ("linux", None, "", "")
     assert soc.features == {"asimd", "asimddp"}
 
 
@@ -74,6 +82,7 @@ def test_it_reads_a_row() -> None:
         ('vendor = "Toy"', "", "lacks"),
         ('vendor = "Toy"', "vendor = 7", "no text"),
         ('vendor = "Toy"', 'vendor = "Toy"\ntdp = 5', "unknown field"),
+        ('vendor = "Toy"', 'vendor = "Toy"\ngpu = 7', "gpu is no text"),
         ('class = "phone"', 'class = "toaster"', "class"),
         ('arch = "aarch64"', 'arch = "sparc64"', "no target"),
         ('["Cortex-A55 x4"]', '["Cortex-A55"]', "Name xN"),
