@@ -17,6 +17,7 @@ from compiler.errors import UnsupportedOperatorError
 from compiler.hardware.targets import OPENCL, TARGETS, Target, find_target
 from compiler.kernels.naming import kernel_names
 from compiler.kernels.select import TILES, select_tile
+from tests.factories.bundles import compiled as edgecard
 from tests.factories.kernels import library
 from tests.factories.onnx_blocks import moe_block
 from tests.factories.onnx_models import write_block
@@ -45,16 +46,12 @@ def test_a_library_holds_code_of_its_machine_only(target: Target) -> None:
     assert len(code) <= MOST_CODE_BYTES
 
 
-def test_every_operation_of_the_best_tile_fits_the_bound() -> None:
-    for target in ("x86-64-v3", "aarch64-i8mm"):
-        assert len(library(target)) <= MOST_CODE_BYTES
-
-
 @pytest.mark.parametrize("target", ["x86-64-v1", "aarch64-dotprod"])
 def test_a_bundle_carries_one_library_and_no_source(target: str, tmp_path: Path) -> None:
     bundle = compiled(target, tmp_path)
     holding = [name for name, data in bundle.sections.items() if ELF in data]
     assert holding == ["kernels"]
+    assert len(bundle.sections["kernels"]) <= MOST_CODE_BYTES
     (machine,) = struct.unpack_from("<H", bundle.sections["kernels"], 18)
     assert machine == MACHINES[find_target(target).arch]
     assert not any(b"__kernel" in data for data in bundle.sections.values())
@@ -82,6 +79,19 @@ def test_a_bundle_for_opencl_carries_source_whose_bits_were_compared(
     assert "opencl" in bundle.report["explain"][0]["kernel"]
     with pytest.raises(NativeError):
         KernelLibrary(kernels)
+
+
+@pytest.mark.full
+@pytest.mark.opencl
+def test_a_whole_model_gives_the_bits_of_the_simulator_on_opencl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POCL_CACHE_DIR", str(POCL_CACHE))
+    POCL_CACHE.mkdir(parents=True, exist_ok=True)
+    bundle = edgecard("v1", OPENCL.id, tmp_path)
+    assert bundle.manifest.verified_on == "host"
+    assert bundle.report["native_check"]["failed_vectors"] == 0
+    assert bundle.report["native_check"]["runs"] > 50
 
 
 def test_where_no_device_is_opencl_is_checked_in_structure_only(

@@ -14,6 +14,7 @@ from compiler.contract.native_errors import (
     NativeError,
     NotFiniteError,
     TooManyTokensError,
+    UnsupportedPlanError,
 )
 from compiler.contract.plan import PlanError
 from compiler.emitters.opencl.device import Launch
@@ -164,6 +165,14 @@ def test_it_raises_what_native_code_raises() -> None:
         plan.run("step", {})
     with pytest.raises(NativeError, match="cannot set the cache"):
         plan.kv_length = plan.kv_length + 1
+
+
+def test_it_refuses_by_name_a_kind_of_weight_that_it_lacks() -> None:
+    module = linear(TILES)
+    frame = load(Case.of(module))._frame
+    frame.weights.tiles.clear()
+    with pytest.raises(UnsupportedPlanError, match="no kernel for weights W4_TILES"):
+        frame.tiles(0)
 
 
 def test_it_refuses_what_is_not_finite_and_what_points_nowhere() -> None:

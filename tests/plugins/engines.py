@@ -27,6 +27,7 @@ ENGINES = {
         lambda: importlib.util.find_spec("pyopencl") is not None,
         "OpenCL: pip install pyopencl[pocl] (the test lock has it for Linux on x86-64)",
     ),
+    "spirv": (lambda: bool(shutil.which("spirv-val")), "SPIR-V: apt-get install spirv-tools"),
     "browser": (lambda: bool(shutil.which("chromium")), "Chromium: apt-get install chromium"),
 }
 TEST_TIMEOUT_S = 1_800

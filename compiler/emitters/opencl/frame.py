@@ -6,7 +6,12 @@ from typing import Final
 
 import numpy as np
 
-from compiler.contract.native_errors import ContextFullError, ContextLostError, NativeError
+from compiler.contract.native_errors import (
+    ContextFullError,
+    ContextLostError,
+    NativeError,
+    UnsupportedPlanError,
+)
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanCall, PlanError, PlanWeight
 from compiler.contract.plan_format import DTYPE_BYTES, Kind, KvKind, align, weight_parts
@@ -192,6 +197,18 @@ class Frame:
         if number is None:
             return self.none
         return self.weights.buffer.after(self.weights.offsets[number])
+
+    def tiles(self, number: int) -> StoredTiles:
+        """Return where the tiles of a weight lie.
+
+        Raises:
+            UnsupportedPlanError: It is stored in a kind that has no OpenCL kernel.
+        """
+        found = self.weights.tiles.get(number)
+        if found is None:
+            kind = self.plan.weights[number].kind.name
+            raise UnsupportedPlanError(f"the opencl back end has no kernel for weights {kind}")
+        return found
 
     def steps(self, number: int) -> Operand:
         """Return the steps of rows of codes; an operand to ignore for other kinds."""

@@ -149,7 +149,7 @@ def linear(f: Frame, call: PlanCall) -> None:
     weight = call.weights[0]
     key = (weight, x.rows)
     if key not in f.lists:
-        sizes = work_list([(f.weights.tiles[weight], 0, x.rows)])
+        sizes = work_list([(f.tiles(weight), 0, x.rows)])
         f.lists[key] = upload_list(f, sizes, np.arange(x.rows, dtype=np.uint32))
     product(f, quantise(f, x, "x"), f.lists[key], y.at, y.cols)
     finish(f, call, y)

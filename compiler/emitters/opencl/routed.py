@@ -94,7 +94,7 @@ def _experts(
     stride = 4 if params.get("biases") else 2
     entries = _entries(f, index, gate, len(weights) // stride)
     act, n = ExpertAct(int(params["act"])), len(entries.token)
-    wide, hidden = (f.weights.tiles[at] for at in weights[:2])
+    wide, hidden = (f.tiles(at) for at in weights[:2])
     h = f.device.space("wide", n * wide.n * _FLOAT)
     _products(f, (x, "x"), weights[::stride], entries, entries.token, h)
     narrow = f.device.space("hidden", n * hidden.k * _FLOAT)
@@ -146,11 +146,11 @@ def _products(
     x, name = rows
     first = entries.first
     sizes = work_list(
-        (f.weights.tiles[weight], int(first[e]), int(first[e + 1] - first[e]))
+        (f.tiles(weight), int(first[e]), int(first[e + 1] - first[e]))
         for e, weight in enumerate(weights)
     )
     listed = upload_list(f, sizes, pick.astype(np.uint32))
-    product(f, quantise(f, x, name), listed, y, f.weights.tiles[weights[0]].n)
+    product(f, quantise(f, x, name), listed, y, f.tiles(weights[0]).n)
 
 
 def _bias_of(f: Frame, biases: Weights, entries: Entries) -> NDArray[np.uint64]:
