@@ -23,7 +23,7 @@ from compiler.hardware.targets import Target
 
 MAGIC: Final = int.from_bytes(b"SFRUN001", "little")
 KEEP_ALL: Final = 0xFFFFFFFF
-_HEAD: Final = struct.Struct("<8Q")
+_HEAD: Final = struct.Struct("<9Q")
 _RUN: Final = struct.Struct("<6IQ")
 _COPY: Final = struct.Struct("<3Q")
 
@@ -61,6 +61,8 @@ def play(
     plan_bytes: bytes,
     sections: Mapping[str, bytes],
     runs: Sequence[ScriptRun],
+    *,
+    threads: int = 1,
 ) -> list[dict[str, bytes]]:
     """Play runs in order and return the outputs of each, by role.
 
@@ -70,6 +72,7 @@ def play(
         plan_bytes: A plan.
         sections: Its weight sections.
         runs: What to run.
+        threads: Threads of a run, 1 to 64; the bits are the same with any number.
 
     Raises:
         NativeError: A run ended with an error status.
@@ -77,7 +80,7 @@ def play(
     """
     plan = parse_plan(plan_bytes)
     programs = {program.name: (at, program) for at, program in enumerate(plan.programs)}
-    script = _Script(plan, plan_bytes, sections)
+    script = _Script(plan, plan_bytes, sections, threads)
     for run in runs:
         script.add(run, *programs[run.program])
     output = run_program(runner, emulator, script.encode())
@@ -87,7 +90,10 @@ def play(
 class _Script:
     """Collects blobs at aligned offsets, then the tables."""
 
-    def __init__(self, plan: Plan, plan_bytes: bytes, sections: Mapping[str, bytes]) -> None:
+    def __init__(
+        self, plan: Plan, plan_bytes: bytes, sections: Mapping[str, bytes], threads: int
+    ) -> None:
+        self.threads = threads
         self.data = bytearray(align(_HEAD.size))
         self.plan = plan
         self.plan_at, self.plan_bytes = self._put(plan_bytes), len(plan_bytes)
@@ -141,6 +147,7 @@ class _Script:
             self.section_table,
             len(self.rows),
             run_table,
+            self.threads,
         )
         return head + bytes(self.data[_HEAD.size :])
 

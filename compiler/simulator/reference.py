@@ -147,21 +147,24 @@ def _contract(s: Step) -> Results:
     return (y.reshape(-1),)
 
 
-def _windows(x: Array, g: Fields, ky: int, kx: int, fill: float) -> Array:
-    """Return, for every output pixel, the element under tap (ky, kx) of planes (..., H, W)."""
+def _windows(x: Array, g: Fields, ky: int, kx: int) -> tuple[Array, Array]:
+    """Return, for every output pixel, the element under tap (ky, kx) of planes (..., H, W).
+
+    And, for every output pixel, whether there is one; where not, the element means nothing.
+    """
     (out_h,), (out_w,) = g["out_h"], g["out_w"]
     rows = np.arange(out_h) * g["step_h"][0] - g["top"][0] + ky * g["gap_h"][0]
     cols = np.arange(out_w) * g["step_w"][0] - g["left"][0] + kx * g["gap_w"][0]
     inside = ((rows >= 0) & (rows < x.shape[-2]))[:, None] & ((cols >= 0) & (cols < x.shape[-1]))
     taken = x[..., np.clip(rows, 0, x.shape[-2] - 1), :][..., np.clip(cols, 0, x.shape[-1] - 1)]
-    return np.where(inside, taken, np.asarray(fill, x.dtype))
+    return taken, inside
 
 
 def _start(s: Step, g: Fields, dtype: np.dtype[Any]) -> Array:
     shape = (g["batch"][0], g["filters"][0], g["out_h"][0], g["out_w"][0])
     y = np.zeros(shape, dtype)
     if g["has_bias"][0]:
-        y += _source(s, g["bias"][0])[:, None, None]
+        y[...] = _source(s, g["bias"][0])[:, None, None]
     return y
 
 
@@ -176,8 +179,9 @@ def _conv(s: Step) -> Results:
     for d in range(x.shape[2]):
         for ky in range(kh):
             for kx in range(kw):
-                taken = _windows(x[:, :, d], g, ky, kx, 0.0)
-                sums += taken[:, :, None] * w[None, :, :, d, ky, kx, None, None]
+                taken, inside = _windows(x[:, :, d], g, ky, kx)
+                part = taken[:, :, None] * w[None, :, :, d, ky, kx, None, None]
+                np.add(sums, part, out=sums, where=inside)
     return (y.reshape(-1),)
 
 
@@ -217,16 +221,15 @@ def _pool(s: Step) -> Results:
     shape = (g["planes"][0], g["out_h"][0], g["out_w"][0])
     best = np.full(shape, -np.inf, x.dtype)
     total, count = np.zeros(shape), np.zeros(shape[1:])
-    ones = np.ones(x.shape[1:])
     frame = np.ones((framed["height"][0], framed["width"][0]))
     in_frame = {**g, "top": [0], "left": [0]}
     for ky in range(g["kh"][0]):
         for kx in range(g["kw"][0]):
-            v = _windows(x, g, ky, kx, -np.inf)
-            best = np.where(v > best, v, best)
-            total = total + _windows(x, g, ky, kx, 0.0).astype(np.float64)
-            inside, around = (ones, g) if kind is PoolKind.AVERAGE else (frame, in_frame)
-            count += _windows(inside, around, ky, kx, 0.0)
+            v, inside = _windows(x, g, ky, kx)
+            best = np.where(inside & (v > best), v, best)
+            total = np.where(inside, total + v.astype(np.float64), total)
+            counted = inside if kind is PoolKind.AVERAGE else _windows(frame, in_frame, ky, kx)[1]
+            count += counted
     y = best if kind is PoolKind.MAX else (total / count).astype(x.dtype)
     return (y.reshape(-1),)
 
@@ -310,9 +313,9 @@ def _scan(s: Step) -> Results:
     (g,) = _fields(s, Op.REF_SCAN)
     x = _source(s, g["x"][0]).reshape(g["outer"][0], g["n"][0], g["inner"][0])
     ordered = x[:, ::-1] if s.number("reverse") else x
-    y = np.add.accumulate(ordered, axis=1, dtype=x.dtype)
-    if s.number("exclusive"):
-        y = np.concatenate([np.zeros_like(y[:, :1]), y[:, :-1]], axis=1)
+    start = np.zeros_like(x[:, :1])
+    sums = np.add.accumulate(np.concatenate([start, ordered], axis=1), axis=1, dtype=x.dtype)
+    y = sums[:, :-1] if s.number("exclusive") else sums[:, 1:]
     return ((y[:, ::-1] if s.number("reverse") else y).reshape(-1),)
 
 

@@ -1,26 +1,10 @@
 """Kernels under watch: unmapped pages behind memory, undefined behaviour, another compiler."""
 
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def compared(mode: str) -> int:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.factories.checked_kernels", mode],
-        cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-2000:]}"
-    return int(done.stdout.split()[-1])
+from tests.factories.checked_kernels import compared
 
 
 def test_it_touches_nothing_behind_weights_and_arena() -> None:

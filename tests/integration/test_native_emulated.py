@@ -1,33 +1,23 @@
 """Targets that this machine is not: their code under an emulator gives the same bits."""
 
 import shutil
-from collections.abc import Mapping
 
 import numpy as np
 import pytest
 
 from compiler.contract.native_errors import BadTokenError
 from compiler.contract.operations import Op
-from compiler.driver.native_check import EMULATORS
 from compiler.emitters.runner import ScriptRun, build_runner, play
 from compiler.errors import ToolchainError
 from compiler.hardware.targets import find_target
+from tests.factories.emulated import EMULATED, RUNS
 from tests.factories.kernels import CACHE, Case, ids, raw
 from tests.factories.modules import small_decoder
+from tests.factories.wide_calls import CASES as WIDE
+from tests.factories.wide_calls import ROWS, inputs
 from tests.integration.test_native_ops import CASES, OpCase
 
 IMAGE = np.random.default_rng(5).integers(0, 256, 256, dtype=np.uint8).tobytes()
-SVE2 = "aarch64-sve2"
-RUNS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "x86-64-v1": ("x86-64-v1", ()),
-    **{target: (target, command) for target, command in EMULATORS.items() if target != SVE2},
-    **{
-        f"{SVE2}-{128 * quads}": (SVE2, ("qemu-aarch64", "-cpu", f"max,sve-max-vq={quads}"))
-        for quads in (1, 2, 4)
-    },
-}
-"""Target and command by name: the tile of SVE2 at vector lengths of 128, 256 and 512 bits."""
-EMULATED = [name for name, (_, command) in RUNS.items() if command]
 
 
 def step(tokens: list[int], first: int, keep: int | None = None) -> ScriptRun:
@@ -71,6 +61,19 @@ def test_it_gives_the_bits_of_every_operation(case: OpCase, name: str) -> None:
     found = play(*runner(name), built.emitted.plan_bytes, built.emitted.sections, runs)
     simulator = built.simulator()
     assert found == [raw(simulator.run("run", inputs)) for inputs in values]
+
+
+@pytest.mark.parametrize("call", ["linear", "experts", "attention"])
+@pytest.mark.parametrize("name", RUNS)
+def test_it_gives_the_same_bits_with_several_threads(name: str, call: str) -> None:
+    case, found = WIDE[call], runner(name)
+    values = {role: array.tobytes() for role, array in inputs(case, ROWS).items()}
+    runs = [ScriptRun("run", values)] * 2
+    once, *others = (
+        play(*found, case.emitted.plan_bytes, case.emitted.sections, runs, threads=count)
+        for count in (1, 2, 3)
+    )
+    assert others == [once, once]
 
 
 def test_it_passes_statuses_on_as_typed_errors() -> None:

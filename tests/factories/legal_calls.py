@@ -1,0 +1,381 @@
+"""Draw random legal calls: one row of `GENERATORS` per operation, so that none is forgotten.
+
+A generator adds operands and one call that the contract's rules allow; `draw(op, seed)` returns the
+module and what fills its inputs. A new operation gets a row here (those on flat operands in
+`legal_reference_calls`), which tests hold to all of `Op`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from compiler.contract.operations import GATED, SIGMOID_ORDERS
+from compiler.kernels.program import (
+    ABSENT,
+    DENSE,
+    TILES,
+    W4_LAYOUTS,
+    Act,
+    ExpertAct,
+    KvCache,
+    NormKind,
+    Op,
+    RouteOrder,
+    UnaryKind,
+    validate_module,
+)
+from tests.factories.draws import (
+    BAD_INDEX_SHARE,
+    Array,
+    Draw,
+    Drawn,
+    Fill,
+    Generator,
+    floats,
+    positive,
+)
+from tests.factories.legal_reference_calls import REFERENCE
+
+
+def _image_u8(d: Draw) -> None:
+    rows, cols = d.size(40), d.size(9)
+    d.call(Op.IMAGE_U8, [d.x(1, rows * cols, "u8")], [d.y(rows, cols)], divide=127.5, subtract=0.3)
+
+
+def _embed(d: Draw) -> None:
+    rows, limit, cols = d.rows(), d.size(20), d.size()
+    table = d.weight(floats(d.rng, limit, cols))
+    d.call(Op.EMBED, [d.index(rows, limit)], [d.y(rows, cols)], [table])
+
+
+def _linear(op: Op) -> Generator:
+    def generate(d: Draw) -> None:
+        rows, n, k = d.rows(), d.size(100), d.size(400)
+        weight = d.product(n, k, W4_LAYOUTS) if op is Op.LINEAR else d.weight(floats(d.rng, n, k))
+        norm = d.pick((0, 0, NormKind.RMS + 1, NormKind.LAYER + 1))
+        weights = [weight, d.maybe(n)]
+        if norm:
+            weights += [d.vector(k, offset=1.0)]
+        if norm == NormKind.LAYER + 1:
+            weights += [d.maybe(k)]
+        params = {"act": d.pick(Act), "norm": norm, "eps": 10 ** d.rng.uniform(-6, -2)}
+        if op is Op.LINEAR and d.chance():
+            params["check"] = d.size(14)
+        inputs = [d.x(rows, k, fill=d.pick((floats, _few_groups)))]
+        inputs += [d.x(rows, n)] if d.chance() else []
+        d.call(op, inputs, [d.y(rows, n)], weights, **params)
+
+    return generate
+
+
+def _few_groups(rng: np.random.Generator, rows: int, cols: int) -> Array:
+    return floats(rng, rows, cols) * (rng.random(-(-cols // 32)) < 0.3)[np.arange(cols) // 32]
+
+
+def _norm(d: Draw) -> None:
+    rows, cols, kind = d.rows(), d.size(200), d.pick(NormKind)
+    weights = [d.vector(cols, offset=1.0)]
+    weights += [d.maybe(cols)] if kind is NormKind.LAYER else []
+    d.call(Op.NORM, [d.x(rows, cols)], [d.y(rows, cols)], weights, kind=kind, eps=1e-5)
+
+
+def _tables(d: Draw, half: int, limit: int) -> list[int]:
+    angle = np.arange(limit)[:, None] * 0.3 ** np.arange(half)
+    return [d.weight(f(angle).astype(np.float32)) for f in (np.cos, np.sin)]
+
+
+def _rope(d: Draw) -> None:
+    rows, heads, half, limit = d.rows(), d.size(5), d.size(20), d.size(30)
+    inputs = [d.x(rows, heads * half * 2), d.index(rows, limit)]
+    d.call(Op.ROPE, inputs, [d.y(rows, heads * half * 2)], _tables(d, half, limit), heads=heads)
+
+
+def _attention(d: Draw) -> None:
+    rows, groups, width = d.rows(), d.size(4), 2 * d.size(20)
+    heads = groups * d.size(3)
+    params = {"heads": heads, "kv_heads": groups, "scale": width**-0.5, "causal": int(d.chance())}
+    mode = d.pick(("plain", "cross", "cache", "window"))
+    keys = rows
+    if mode == "cross":
+        params["causal"], keys = 0, d.pick((d.size(30), rows))
+    if mode in ("cache", "window"):
+        params["kv_layer"] = d.size(2) - 1
+        capacity = 3 * d.max_tokens + 30
+        d.kv = KvCache(2, groups, width, capacity)
+    if mode == "window":
+        params |= {"window": d.size(9), "sink": d.size(5) - 1}
+    cuts = [[heads, groups, groups], [heads, 2 * groups], [heads + 2 * groups]]
+    parts = cuts[0] if mode == "cross" else d.pick(cuts)
+    inputs = [d.x(rows if at == 0 else keys, n * width) for at, n in enumerate(parts)]
+    tables: list[int] = []
+    if mode != "cross" and d.chance():
+        limit = d.size(30)
+        inputs += [ABSENT] * (3 - len(parts)) + [d.index(rows, limit)]
+        tables = _tables(d, width // 2, limit)
+    d.call(Op.ATTENTION, inputs, [d.y(rows, heads * width)], tables, **params)
+
+
+def _attention_row(d: Draw) -> None:
+    rows, heads, width = d.size(20), d.size(4), d.size(20)
+    cols, params = heads * width, {"heads": heads, "scale": 0.3, "row": int(d.rng.integers(rows))}
+    if d.chance():
+        inputs, params = [d.x(rows, 2 * cols + d.size(9) - 1)], params | {"cols": cols}
+    else:
+        inputs = [d.x(rows, cols), d.x(rows, cols)]
+    d.call(Op.ATTENTION_ROW, inputs, [d.y(rows, 1)], **params)
+
+
+def _attention_score(d: Draw) -> None:
+    rows, heads, width = d.size(20), d.size(4), d.size(20)
+    first, row = int(d.rng.integers(rows)), int(d.rng.integers(-1, rows))
+    inputs = [d.x(rows, heads * width), d.x(rows, heads * width)]
+    params = {"heads": heads, "scale": 0.3, "row": row, "first": first}
+    d.call(Op.ATTENTION_SCORE, inputs, [d.y(rows - first, 1)], **params)
+
+
+def _prune(d: Draw) -> None:
+    rows, cols, offset = d.size(40), d.size(40), d.size(4) - 1
+    k = int(d.rng.integers(1, rows + 1))
+    inputs = [d.x(rows, cols), d.x(rows + offset, 1)]
+    d.call(Op.PRUNE, inputs, [d.y(k, cols), d.y(k, 1, "i32")], k=k, score_offset=offset)
+
+
+def _prune_top_p(d: Draw) -> None:
+    rows, cols = d.size(40), d.size(40)
+    high = int(d.rng.integers(1, rows + 1))
+    low, merge, offset = int(d.rng.integers(1, high + 1)), d.size(5) - 1, d.size(4) - 1
+    inputs = [d.x(rows, cols), d.x(rows, 1, fill=positive(0.0))]
+    inputs += [d.x(rows + offset, d.size(30))] if merge else []
+    kept = min(rows, high + merge)
+    params = {"p": float(d.rng.uniform(0.01, 1.0)), "min_keep": low, "max_keep": high}
+    params |= {"merge": merge, "key_offset": offset if merge else 0}
+    outputs = [d.y(kept, cols), d.y(kept, 1, "i32"), d.y(1, 1, "i32")]
+    d.call(Op.PRUNE_TOP_P, inputs, outputs, **params)
+
+
+def _conv2d(d: Draw) -> None:
+    kh, kw, stride, pad = d.size(5), d.size(5), d.size(3), d.size(3) - 1
+    height, width = (max(1, k - 2 * pad) + d.size(9) - 1 for k in (kh, kw))
+    depth, channels, images = d.size(20), d.size(40), d.size(2)
+    out = ((height + 2 * pad - kh) // stride + 1) * ((width + 2 * pad - kw) // stride + 1)
+    weights = [d.weight(floats(d.rng, channels, kh * kw * depth)), d.maybe(channels)]
+    params = {"kh": kh, "kw": kw, "stride": stride, "pad": pad, "H": height, "W": width}
+    x, y = d.x(images * height * width, depth), d.y(images * out, channels)
+    d.call(Op.CONV2D, [x], [y], weights, act=d.pick(Act), **params)
+
+
+def _rows_concat(d: Draw) -> None:
+    cols, sizes = d.size(), [d.size(9), d.size(9)]
+    constant = d.pick((None, 0, 1))
+    dtype = d.pick(("f32", "i32")) if constant is None else "f32"
+    inputs = [ABSENT if at == constant else d.x(n, cols, dtype) for at, n in enumerate(sizes)]
+    weights = [] if constant is None else [d.weight(floats(d.rng, sizes[constant], cols))]
+    d.call(Op.ROWS_CONCAT, inputs, [d.y(sum(sizes), cols, dtype)], weights)
+
+
+def _rows_slice(d: Draw) -> None:
+    cols, dtype = d.size(), d.pick(("f32", "i32"))
+    if d.chance(0.3):
+        start, rows, count = -1, d.rows(), 1
+    else:
+        rows = d.size(20)
+        start = int(d.rng.integers(rows))
+        count = int(d.rng.integers(1, rows - start + 1))
+    given = -1 if start >= 0 and start + count == (rows or 0) else count
+    x, y = d.x(rows, cols, dtype), d.y(count, cols, dtype)
+    d.call(Op.ROWS_SLICE, [x], [y], start=start, count=given)
+
+
+def _binary(op: Op) -> Generator:
+    def generate(d: Draw) -> None:
+        rows, cols = d.rows(), d.size()
+        fill = positive() if op is Op.DIV else floats
+        b_rows, b_cols = d.pick((1, rows)), d.pick((1, cols))
+        inputs, weights = [d.x(rows, cols)], []
+        if d.chance(0.7):
+            inputs += [d.x(b_rows, b_cols, fill=fill)]
+        else:
+            weights = [d.weight(fill(d.rng, b_rows or 1, b_cols))]
+        d.call(op, inputs, [d.y(rows, cols)], weights, act=d.pick(Act))
+
+    return generate
+
+
+def _unary(d: Draw) -> None:
+    rows, cols, kind = d.rows(), d.size(), d.pick(UnaryKind)
+    fill = positive() if kind in (UnaryKind.SQRT, UnaryKind.RECIPROCAL) else floats
+    d.call(Op.UNARY, [d.x(rows, cols, fill=fill)], [d.y(rows, cols)], kind=kind)
+
+
+def _softmax(d: Draw) -> None:
+    rows, cols = d.rows(), d.size(200)
+    d.call(Op.SOFTMAX, [d.x(rows, cols)], [d.y(rows, cols)])
+
+
+def _router(d: Draw, experts: int, width: int) -> int:
+    """A router matrix, as it is or as codes on a grid per row."""
+    layout = d.pick((DENSE, "i8", "i16"))
+    if layout == DENSE:
+        return d.weight(d.normal(experts, width, scale=width**-0.5))
+    top = 127 if layout == "i8" else 32767
+    codes = d.rng.integers(-top, top + 1, (experts, width))
+    codes[:, 0] = top
+    scale = d.rng.uniform(0.5, 1.0, (experts, 1)).astype(np.float32) / np.float32(top)
+    at = d.weight(codes.astype(np.float32) * scale)
+    d.weights[at] = replace(d.weights[at], layout=layout)
+    return at
+
+
+def _route(d: Draw) -> None:
+    rows, width, order = d.rows(), d.size(100), d.pick(RouteOrder)
+    groups, each = d.size(4), d.size(6)
+    experts, params = groups * each, {"order": order, "scale": d.pick((0.0, 2.5))}
+    taken = experts
+    weights = [_router(d, experts, width), d.maybe(experts)]
+    if order is RouteOrder.SPARSEMIXER:
+        params["jitter"] = 0.2
+    if order in SIGMOID_ORDERS:
+        weights += [d.maybe(experts)]
+        if d.chance():
+            top = int(d.rng.integers(1, groups + 1))
+            params |= {"groups": groups, "top_groups": top, "group_take": d.size(each)}
+            taken = top * each
+    k = min(d.size(6), taken)
+    outputs = [d.y(rows, k, "i32"), d.y(rows, k)] + ([d.y(rows, 1)] if d.chance() else [])
+    d.call(Op.ROUTE, [d.x(rows, width)], outputs, weights, k=k, **params)
+
+
+def _chosen(experts: int, high: int) -> Fill:
+    """Return what fills rows with different experts, and with one beyond if `high` allows it."""
+
+    def fill(rng: np.random.Generator, rows: int, cols: int) -> Array:
+        found = [rng.permutation(max(experts, high))[:cols] for _ in range(rows)]
+        return np.asarray(found, np.int32)
+
+    return fill
+
+
+def _expert_weights(d: Draw, experts: int, width: int, hidden: int, act: ExpertAct) -> list[int]:
+    wide, layouts = hidden * (2 if act in GATED else 1), (DENSE, TILES)
+    weights = []
+    for expert in range(experts):
+        where = {"section": f"expert.L0.E{expert}"}
+        weights += [d.product(wide, width, layouts, **where)]
+        weights += [d.product(width, hidden, layouts, **where)]
+    return weights
+
+
+def _experts(d: Draw) -> None:
+    _routed(d, [])
+
+
+def _routed(d: Draw, before: list[Op]) -> None:
+    """Add an EXPERTS call, after steps that prefetch or load its experts."""
+    rows, width, hidden, experts = d.rows(), d.size(60), d.size(60), d.size(6)
+    k, act, biases = min(d.size(4), experts), d.pick(ExpertAct), d.chance(0.3)
+    weights = _expert_weights(d, experts, width, hidden, act)
+    if biases:
+        pairs = [weights[at : at + 2] for at in range(0, len(weights), 2)]
+        wide = hidden * (2 if act in GATED else 1)
+        weights = [w for pair in pairs for w in (*pair, d.vector(wide), d.vector(width))]
+    params = {"act": act, "biases": int(biases)}
+    if act is ExpertAct.SWIGLU_CLIPPED:
+        params |= {"alpha": 1.7, "limit": d.pick((0.0, 0.5)), "shift": 1.0}
+    high = experts + (1 if d.chance(BAD_INDEX_SHARE) else 0)
+    inputs = [d.x(rows, width), d.x(rows, k, "i32", _chosen(experts, high)), d.x(rows, k)]
+    for op in before:
+        ahead = {"bytes": d.size(200)} if op is Op.EXPERT_PREFETCH else {}
+        d.step(op, weights, biases=int(biases), **ahead)
+    d.call(Op.EXPERTS, inputs, [d.y(rows, width)], weights, **params)
+
+
+def _expert_prefetch(d: Draw) -> None:
+    _routed(d, [Op.EXPERT_PREFETCH, Op.EXPERT_LOAD])
+
+
+def _expert_load(d: Draw) -> None:
+    _routed(d, [Op.EXPERT_LOAD])
+
+
+def _moe_layer(d: Draw) -> None:
+    rows, width, hidden, experts = d.rows(), d.size(60), d.size(60), d.size(6)
+    k, act, kind = min(d.size(4), experts), d.pick(ExpertAct), d.pick(NormKind)
+    norm = [d.vector(width, offset=1.0), d.vector(width) if kind is NormKind.LAYER else ABSENT]
+    weights = [*norm, _router(d, experts, width), d.maybe(experts)]
+    weights += _expert_weights(d, experts, width, hidden, act)
+    params = {"k": k, "order": d.pick(RouteOrder), "act": act, "kind": kind, "eps": 1e-5}
+    outputs = [d.y(rows, width), d.y(rows, k, "i32"), d.y(rows, k)]
+    outputs += [d.y(rows, 1)] if d.chance() else []
+    x = d.x(rows, width)
+    d.call(Op.MOE_LAYER, [x], outputs, weights, **params, residual=int(d.chance()))
+
+
+def _argmax(d: Draw) -> None:
+    d.call(Op.ARGMAX, [d.x(1, d.size(300))], [d.y(1, 1, "i32")])
+
+
+def _gather_rows(d: Draw) -> None:
+    rows, cols, k, dtype = d.size(20), d.size(), d.rows(), d.pick(("f32", "i32"))
+    inputs = [d.x(rows, cols, dtype), d.index(k, rows)]
+    d.call(Op.GATHER_ROWS, inputs, [d.y(k, cols, dtype)])
+
+
+def _cols_concat(d: Draw) -> None:
+    rows, dtype, sizes = d.rows(), d.pick(("f32", "i32")), [d.size(20) for _ in range(d.size(6))]
+    sizes += [d.size(9)]
+    sizes += [d.size(9)] if len(sizes) < 2 else []
+    inputs = [d.x(rows, cols, dtype) for cols in sizes]
+    d.call(Op.COLS_CONCAT, inputs, [d.y(rows, sum(sizes), dtype)])
+
+
+def _cols_slice(d: Draw) -> None:
+    rows, cols, dtype = d.rows(), d.size(), d.pick(("f32", "i32"))
+    start = int(d.rng.integers(cols))
+    count = int(d.rng.integers(1, cols - start + 1))
+    x, y = d.x(rows, cols, dtype), d.y(rows, count, dtype)
+    d.call(Op.COLS_SLICE, [x], [y], start=start, count=count)
+
+
+GENERATORS: Final[Mapping[Op, Generator]] = MappingProxyType(
+    {
+        Op.IMAGE_U8: _image_u8,
+        Op.EMBED: _embed,
+        Op.LINEAR: _linear(Op.LINEAR),
+        Op.LINEAR_F32: _linear(Op.LINEAR_F32),
+        Op.NORM: _norm,
+        Op.ROPE: _rope,
+        Op.ATTENTION: _attention,
+        Op.ATTENTION_ROW: _attention_row,
+        Op.PRUNE: _prune,
+        Op.CONV2D: _conv2d,
+        Op.ROWS_CONCAT: _rows_concat,
+        Op.ROWS_SLICE: _rows_slice,
+        **{op: _binary(op) for op in (Op.ADD, Op.MUL, Op.SUB, Op.DIV)},
+        Op.UNARY: _unary,
+        Op.SOFTMAX: _softmax,
+        Op.ROUTE: _route,
+        Op.EXPERTS: _experts,
+        Op.ARGMAX: _argmax,
+        Op.GATHER_ROWS: _gather_rows,
+        Op.COLS_CONCAT: _cols_concat,
+        Op.COLS_SLICE: _cols_slice,
+        Op.ATTENTION_SCORE: _attention_score,
+        Op.PRUNE_TOP_P: _prune_top_p,
+        Op.MOE_LAYER: _moe_layer,
+        Op.EXPERT_PREFETCH: _expert_prefetch,
+        Op.EXPERT_LOAD: _expert_load,
+        **REFERENCE,
+    }
+)
+
+
+def draw(op: Op, seed: int) -> Drawn:
+    """Return a random call of `op`, the same for the same seed."""
+    made = Draw(seed)
+    GENERATORS[op](made)
+    drawn = made.finish()
+    validate_module(drawn.module)
+    return drawn
