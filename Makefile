@@ -1,7 +1,7 @@
 # Developers' targets. Users need none of them: `python3 manage.py demo` and `python3 manage.py test` set up everything.
 PY ?= .venv/bin/python
 
-.PHONY: help env check format test full states openapi bench-answer bench-compile bench-decode bench-kernels bench-layouts bench-prune demo lock lock-exporters peers
+.PHONY: help env check format test full states openapi bench-answer bench-bits bench-compile bench-decode bench-kernels bench-layouts bench-prune demo lock lock-exporters peers
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,9 @@ demo: ## The main job, once
 
 bench-answer: env ## Whole answer of EdgeCard against ONNX Runtime f32
 	$(PY) -m benchmarks.answer --check
+
+bench-bits: env ## The same bits in every build, by two compilers, on 1 to 3 threads, under emulators
+	$(PY) -m benchmarks.bits --check
 
 bench-compile: env ## Compile EdgeCard cold, after one changed expert, unchanged, for a second target
 	$(PY) -m benchmarks.compile --check
