@@ -18,6 +18,7 @@ import numpy as np
 from benchmarks import kernels_w8, peer_table
 from benchmarks.kernels_ops import op_claims
 from benchmarks.kernels_skip import skip_claims
+from benchmarks.kernels_trace import trace_claims
 from benchmarks.peer_table import Peer
 from benchmarks.priority import uninterrupted
 from benchmarks.read_limit import Reader
@@ -308,6 +309,7 @@ def measure() -> list[Claim]:
         *kernels_w8.claims(target.id, measured),
         *call_claims(target.id),
         *op_claims(target.id),
+        *trace_claims(target.id),
     ]
 
 

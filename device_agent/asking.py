@@ -15,7 +15,7 @@ from device_agent.runtime.answers import Answerer, Outcome, Question, require_an
 from device_agent.runtime.evaluation import load_evaluation
 from device_agent.storage.disk import Disk
 from device_agent.storage.objects import ObjectStore
-from device_agent.storage.slots import Slots
+from device_agent.storage.slots import Pointer, Slots
 
 MAX_IMAGE_BYTES: Final = 64 << 20
 _PGM: Final = re.compile(rb"P5\s+(\d+)\s+(\d+)\s+255\s", re.DOTALL)
@@ -41,32 +41,53 @@ def ask(
         NoBundleError: Nothing is installed.
         AnswerError: The plan failed.
     """
-    questions = _questions(config, image, card, prompt, words)
-    store = ObjectStore(Disk(), config.state_dir, max_bytes=config.max_store_bytes)
-    current = Slots(Disk(), config.state_dir / "slots").load().current
-    if current is None:
-        raise NoBundleError("no bundle is installed", hint="run the agent until it has one")
+    asked = questions(config, image, card, prompt, words)
+    store, current = installed(config)
     answerer = native_engine(store, config).start(current)
     try:
-        yield from (_line(answerer, question) for question in questions)
+        yield from (answer_line(answerer, question) for question in asked)
     finally:
         answerer.close()
 
 
-def _line(answerer: Answerer, question: Question) -> str:
+def installed(config: AgentConfig) -> tuple[ObjectStore, Pointer]:
+    """Return the sections of this device, and which bundle runs.
+
+    Raises:
+        NoBundleError: Nothing is installed.
+    """
+    store = ObjectStore(Disk(), config.state_dir, max_bytes=config.max_store_bytes)
+    current = Slots(Disk(), config.state_dir / "slots").load().current
+    if current is None:
+        raise NoBundleError("no bundle is installed", hint="run the agent until it has one")
+    return store, current
+
+
+def answer_line(answerer: Answerer, question: Question) -> str:
+    """Ask one question; return the line that tells the answer.
+
+    Raises:
+        AnswerError: The plan failed.
+    """
     record = require_answered(answerer.answer(question))
     marks = {True: " right", False: " wrong", None: ""}
     cut = " (cut off)" if record.outcome is Outcome.CUT_OFF else ""
     return f"{record.latency_ms:7.2f} ms{marks[record.correct]}{cut}  {' '.join(record.words)}"
 
 
-def _questions(
+def questions(
     config: AgentConfig,
     image: Path | None,
     card: int | None,
     prompt: str,
     words: tuple[str, ...],
 ) -> tuple[Question, ...]:
+    """Return what `ask` asks; arguments as there.
+
+    Raises:
+        ConfigurationError: A card is asked for without an evaluation set.
+        EvaluationSetError: There is no such card, or the picture cannot be read.
+    """
     if card is None:
         pixels = b"" if image is None else read_image(image)
         return (Question(image=pixels, prompt=prompt, words=words),)

@@ -9,13 +9,14 @@ from typing import Final
 
 from compiler.contract.errors import ContractError
 from device_agent.agent import Agent
-from device_agent.asking import ask
+from device_agent.asking import ask, questions
 from device_agent.config import ISA_LEVELS, AgentConfig, load_config
 from device_agent.errors import AgentError
 from device_agent.farm import farm_configs, run_agents, stop_on_signal
 from device_agent.ports import Ports, probe_this_machine
 from device_agent.probe.hardware import HardwareProbe
 from device_agent.status import read_status
+from device_agent.tracing import trace_answers
 from device_agent.ui import EXIT_OK, failure, result, set_up_log
 
 _SETTINGS: Final = (
@@ -90,6 +91,20 @@ def _ask(config: AgentConfig, options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _trace(config: AgentConfig, options: argparse.Namespace) -> int:
+    asked = questions(config, options.image, options.card, options.prompt, tuple(options.words))
+    for line in trace_answers(config, asked, options.out):
+        result(line)
+    return EXIT_OK
+
+
+def _add_question(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--image", type=Path, help="picture: .npy (uint8) or .pgm")
+    parser.add_argument("--card", type=int, help="ask all questions of a card of --evaluation")
+    parser.add_argument("--prompt", default="question", help="prompt around the words")
+    parser.add_argument("words", nargs="*", help="words of the question")
+
+
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--config", type=Path, help="TOML file")
@@ -113,11 +128,14 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="for machines")
     status.set_defaults(command=_status)
     question = commands.add_parser("ask", parents=[common], help="ask the running bundle")
-    question.add_argument("--image", type=Path, help="picture: .npy (uint8) or .pgm")
-    question.add_argument("--card", type=int, help="ask all questions of a card of --evaluation")
-    question.add_argument("--prompt", default="question", help="prompt around the words")
-    question.add_argument("words", nargs="*", help="words of the question")
+    _add_question(question)
     question.set_defaults(command=_ask)
+    trace = commands.add_parser(
+        "trace", parents=[common], help="ask, and write what ran when, for ui.perfetto.dev"
+    )
+    trace.add_argument("--out", type=Path, required=True, help="file for the trace, JSON")
+    _add_question(trace)
+    trace.set_defaults(command=_trace)
     probed = commands.add_parser("probe", parents=[common], help="what this machine can do")
     probed.add_argument("--json", action="store_true", help="for machines")
     probed.set_defaults(command=_probe)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from compiler.contract.manifest import NAME_PATTERN
 from device_agent.errors import ConfigurationError
+from device_agent.runtime.affinity import AUTO, require_cpus
 
 ENVIRONMENT_PREFIX: Final = "SPARSEFLEET_AGENT_"
 ISA_LEVELS: Final = ("", "x86-64-v1", "x86-64-v2", "x86-64-v3")
@@ -60,6 +61,8 @@ class AgentConfig:
         max_spool_batches: Telemetry batches kept while the server is away; the oldest go first.
         threads: Threads that one answer may use; 0 = as many as help, measured when a bundle
             starts, at most one per core.
+        cpus: Cores on which lent threads run: `auto` = the big ones where the system tells sizes,
+            `off` = anywhere, or a list such as `4-7`.
     """
 
     server_url: str = "http://127.0.0.1:8000"
@@ -99,6 +102,7 @@ class AgentConfig:
     retry_most_s: float = 60.0
     max_spool_batches: int = 1_000
     threads: int = 0
+    cpus: str = AUTO
 
     def __post_init__(self) -> None:
         _require_valid(self)
@@ -197,6 +201,7 @@ def _require_valid(config: AgentConfig) -> None:
         raise ConfigurationError(
             f"isa_limit {config.isa_limit!r}", hint="one of: " + ", ".join(ISA_LEVELS[1:])
         )
+    require_cpus(config.cpus)
     if config.model and NAME_PATTERN.fullmatch(config.model) is None:
         raise ConfigurationError(f"model {config.model!r} must match {NAME_PATTERN.pattern}")
     for name in _NOT_NEGATIVE:

@@ -17,7 +17,7 @@ EngineFactory = Callable[[ObjectStore, AgentConfig], Engine]
 Checkpoint = Callable[[str], None]
 
 
-def native_engine(store: ObjectStore, config: AgentConfig) -> Engine:
+def native_engine(store: ObjectStore, config: AgentConfig) -> NativeEngine:
     """Return the engine that runs native code."""
     return NativeEngine(
         store,
@@ -25,6 +25,7 @@ def native_engine(store: ObjectStore, config: AgentConfig) -> Engine:
         config.self_test_timeout_s,
         config.answer_timeout_s,
         config.threads,
+        config.cpus,
     )
 
 

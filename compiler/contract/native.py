@@ -10,7 +10,7 @@ The caller must have verified the signature of all three: kernels are code. Stan
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -96,6 +96,8 @@ class NativePlan:
         """
         _require_threads(threads)
         self.plan: Final = parse_plan(plan_bytes)
+        self.cpus: Set[int] = frozenset()
+        """Where threads lent from now on run; empty for anywhere."""
         self._lock = threading.Lock()
         self._pager: PagerHook | None = None
         self._workers: Workers | None = None
@@ -161,7 +163,30 @@ class NativePlan:
         try:
             if self._workers is not None:
                 self._workers.close()
-            self._workers = Workers(self._library, self._context, self._memory, threads - 1)
+            self._workers = Workers(
+                self._library, self._context, self._memory, threads - 1, self.cpus
+            )
+        finally:
+            self._lock.release()
+
+    def set_trace(self, address: int | None) -> None:
+        """Have runs write events to the `SfTrace` at an address; None ends it.
+
+        `compiler.contract.native_trace.traced` is what callers use.
+
+        Raises:
+            NativeError: The plan is running or closed.
+            UnsupportedPlanError: The kernels were built before there were traces.
+        """
+        library = self._library
+        if library is None or not self._lock.acquire(blocking=False):
+            raise NativeError("a trace cannot change while the plan is running or closed")
+        try:
+            if library.set_trace is None:
+                raise UnsupportedPlanError("these kernels have no trace points: build them again")
+            status = library.set_trace(self._context, address)
+            if status:
+                raise_status(status, "trace")
         finally:
             self._lock.release()
 

@@ -71,6 +71,33 @@ class SfPolicy(ctypes.Structure):
     )
 
 
+class SfEvent(ctypes.Structure):
+    """One event of a trace; see trace.c.in."""
+
+    _fields_ = (
+        ("start", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("thread", ctypes.c_uint64),
+        ("program", ctypes.c_uint32),
+        ("call", ctypes.c_uint32),
+        ("piece", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    )
+
+
+class SfTrace(ctypes.Structure):
+    """A ring of events that the caller lends; see trace.c.in."""
+
+    _fields_ = (
+        ("struct_bytes", ctypes.c_uint32),
+        ("slots", ctypes.c_uint32),
+        ("next", ctypes.c_uint64),
+        ("started", ctypes.c_uint64),
+        ("stopped", ctypes.c_uint64),
+        ("events", ctypes.c_void_p),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class CField:
     """One field of a struct, in C."""
@@ -96,6 +123,7 @@ _POINTERS: Final = {
     "section": "const sf_section *",
     "variants": "const uint8_t *",
     "meters": "sf_meter *",
+    "events": "sf_event *",
 }
 
 
@@ -115,4 +143,6 @@ C_STRUCTS: Final = (
     _struct("sf_args", SfArgs),
     _struct("sf_meter", SfMeter),
     _struct("sf_policy", SfPolicy),
+    _struct("sf_event", SfEvent),
+    _struct("sf_trace", SfTrace),
 )

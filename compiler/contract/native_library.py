@@ -6,11 +6,13 @@ The caller must have verified the signature: kernels are code. Standard library 
 """
 
 import _ctypes
+import contextlib
 import ctypes
 import fcntl
 import os
 import threading
 import weakref
+from collections.abc import Set
 from pathlib import Path
 from typing import Final
 
@@ -81,6 +83,7 @@ class KernelLibrary:
         self.work = self._bind_newer("sf_work", pointer)
         self.release = self._bind_newer("sf_release", pointer)
         self.check_counts = self._bind_newer("sf_check_counts", pointer, u32, u32, pointer)
+        self.set_trace = self._bind_newer("sf_set_trace", pointer, pointer)
         self.set_policy = self._bind_newer("sf_set_policy", pointer, pointer)
         self.policy_busy = self._bind_newer("sf_policy_busy", pointer, pointer)
         self.policy_lookup = self._bind_newer("sf_policy_lookup", pointer, u32, u32, u32)
@@ -103,6 +106,7 @@ class KernelLibrary:
     work: "ctypes._FuncPointer | None"
     release: "ctypes._FuncPointer | None"
     check_counts: "ctypes._FuncPointer | None"
+    set_trace: "ctypes._FuncPointer | None"
     set_policy: "ctypes._FuncPointer | None"
     policy_busy: "ctypes._FuncPointer | None"
     policy_lookup: "ctypes._FuncPointer | None"
@@ -141,7 +145,14 @@ class Workers:
     the context's memory, so neither can go while one of them is inside.
     """
 
-    def __init__(self, library: KernelLibrary, context: int, keeps: object, count: int) -> None:
+    def __init__(
+        self,
+        library: KernelLibrary,
+        context: int,
+        keeps: object,
+        count: int,
+        cpus: Set[int] = frozenset(),
+    ) -> None:
         """Start `count` threads; none if the kernels were built before threads.
 
         Args:
@@ -149,6 +160,7 @@ class Workers:
             context: Address of a context of theirs.
             keeps: Owner of the context's memory.
             count: How many threads to lend besides the caller's.
+            cpus: Where they run; empty for anywhere. Where the system refuses, anywhere.
         """
         self._dismiss: weakref.finalize[..., object] | None = None
         self._count = 0
@@ -160,7 +172,7 @@ class Workers:
         for number in range(1, count + 1):
             name = f"sparsefleet-kernels-{number}"
             thread = threading.Thread(
-                target=_lend, args=(work, context, held), name=name, daemon=True
+                target=_lend, args=(work, context, held, cpus), name=name, daemon=True
             )
             try:
                 thread.start()
@@ -181,7 +193,10 @@ class Workers:
             self._dismiss()
 
 
-def _lend(work: "ctypes._FuncPointer", context: int, _keeps: object) -> None:
+def _lend(work: "ctypes._FuncPointer", context: int, _keeps: object, cpus: Set[int]) -> None:
+    if cpus:
+        with contextlib.suppress(OSError):  # a core was taken away; slower, not wrong
+            os.sched_setaffinity(0, cpus)
     work(context)
 
 

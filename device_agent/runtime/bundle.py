@@ -5,7 +5,7 @@ copies them out of it (native code into a sealed memory file), so nothing can be
 between the check and the load. Standard library and contract only: the self-test child starts fast.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -32,7 +32,13 @@ NOT_WEIGHTS: Final = frozenset((PLAN, KERNELS, PIPELINE, SELF_TEST))
 
 
 class ClosableRunner(ThreadedRunner, Protocol):
-    """A plan that holds native memory."""
+    """A plan that holds native memory.
+
+    Attributes:
+        cpus: Where threads lent from now on run; empty for anywhere.
+    """
+
+    cpus: Set[int]
 
     @property
     def weight_bytes(self) -> int:

@@ -12,6 +12,7 @@ from compiler.contract.errors import ContractError
 from compiler.contract.native_library import MAX_THREADS
 from compiler.contract.selftest import parse_selftest
 from device_agent.errors import BundleError, SelfTestFailedError
+from device_agent.runtime.affinity import AUTO, cpus_for
 from device_agent.runtime.answers import Answerer, BundleAnswerer
 from device_agent.runtime.bundle import LoadedBundle, load_bundle
 from device_agent.runtime.threads import tune_threads
@@ -51,6 +52,7 @@ class NativeEngine:
         self_test_timeout_s: The child is killed after this, seconds.
         answer_timeout_s: Limit of one answer, seconds.
         threads: Threads of one answer; 0 = as many as help, at most one per core.
+        cpus: Where lent threads run: `auto`, `off` or a list of cores.
     """
 
     store: ObjectStore
@@ -58,6 +60,7 @@ class NativeEngine:
     self_test_timeout_s: float
     answer_timeout_s: float
     threads: int = 0
+    cpus: str = AUTO
 
     def self_test(self, pointer: Pointer) -> None:
         """Run the self-test in a child; see `Engine`."""
@@ -90,25 +93,32 @@ class NativeEngine:
         """Load the bundle; see `Engine`."""
         bundle = load_bundle(self.store, pointer)
         try:
-            facts = self._give_threads(bundle)
+            facts = self.give_threads(bundle)
             return BundleAnswerer(bundle, self.answer_timeout_s, facts=facts)
         except ContractError as error:
             bundle.runner.close()
             raise BundleError(f"the bundle does not answer: {error}") from error
 
-    def _give_threads(self, bundle: LoadedBundle) -> dict[str, object]:
-        """Give the plan its threads; return what `status` shows of the running code."""
+    def give_threads(self, bundle: LoadedBundle) -> dict[str, object]:
+        """Give the plan its threads; return what `status` shows of the running code.
+
+        Raises:
+            ContractError: The plan ended with an error status.
+        """
         runner = bundle.runner
+        allowed = frozenset(os.sched_getaffinity(0))
+        runner.cpus = cpus_for(self.cpus, allowed)
         if self.threads:
             runner.threads = self.threads
             measured: dict[int, float] = {}
         else:
             first = parse_selftest(bundle.self_test).vectors[0].runs[0]
-            cores = len(os.sched_getaffinity(0))
+            cores = len(runner.cpus or allowed)
             measured = dict(tune_threads(runner, first, min(cores, MAX_THREADS)).seconds)
         return {
             "threads": runner.threads,
             "threads_measured_ms": {n: round(s * 1e3, 3) for n, s in measured.items()},
+            "cpus": sorted(runner.cpus) or "any",
             "weight_bytes": runner.weight_bytes,
             "huge_weight_bytes": runner.huge_weight_bytes,
         }

@@ -1,5 +1,6 @@
 """The agent with real bundles: EdgeCard compiled for this machine, its self-test, its answers."""
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -260,6 +261,37 @@ def test_it_is_asked_from_the_command_line(
     assert sum(" right" in line for line in lines) > len(lines) / 2
     assert main(["ask", "--state-dir", state, "unheard-of"]) == 1
     assert "unknown word 'unheard-of'" in capsys.readouterr().err
+
+
+def test_it_traces_an_answer_from_the_command_line(
+    server: ReleaseServer,
+    start: Callable[..., Device],
+    v1: ToyBundle,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    device = start()
+    assert take(device, v1) is UpdateState.SUCCEEDED
+    state, out = str(device.agent.config.state_dir), tmp_path / "trace.json"
+    evaluation = ["--evaluation", str(folder / "v1" / "evaluation.json"), "--card", "0"]
+    command = ["trace", "--state-dir", state, *evaluation, "--out"]
+    assert main([*command, str(out)]) == 0
+    *answers, last = capsys.readouterr().out.splitlines()
+    assert last.endswith(f"(0 lost) written to {out}")
+    rows = [row for row in json.loads(out.read_text())["traceEvents"] if row["ph"] == "X"]
+    spans = {
+        kind: [row for row in rows if row["cat"] == kind] for kind in ("answer", "run", "call")
+    }
+    assert len(spans["answer"]) == len(answers)
+    assert {row["name"] for row in spans["run"]} >= {"see", "step"}
+    assert {row["name"] for row in spans["call"]} >= {"LINEAR", "ATTENTION"}
+    for outer, inner in (("answer", "run"), ("run", "call")):
+        for row in spans[inner]:
+            inside = (s["ts"] <= row["ts"] <= s["ts"] + s["dur"] for s in spans[outer])
+            assert any(inside), row
+    assert main([*command, str(tmp_path / "absent" / "trace.json")]) == 1
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_it_runs_a_farm_that_answers_and_reports(

@@ -1,6 +1,7 @@
 """Several threads: the same bits with any number of them, and none left behind."""
 
 import gc
+import os
 import threading
 import time
 from pathlib import Path
@@ -109,6 +110,30 @@ def test_it_takes_more_and_fewer_threads_between_runs() -> None:
             assert raw(plan.run("run", inputs(case, ROWS))) == expected
     with pytest.raises(NativeError, match="closed"):
         plan.threads = 2
+
+
+def mask(task: int | None) -> str:
+    lines = Path(f"/proc/self/task/{task}/status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("Cpus_allowed_list:"))
+
+
+def test_its_threads_run_where_they_are_told_to_and_the_caller_anywhere() -> None:
+    case, allowed = CASES["linear"], sorted(os.sched_getaffinity(0))
+    before = mask(threading.get_native_id())
+    with load(case, native_targets()[0], 1) as plan:
+        expected = raw(plan.run("run", inputs(case, ROWS)))
+        for cpu in {allowed[0], allowed[-1]}:
+            plan.cpus = {cpu}
+            plan.threads = 3
+            assert raw(plan.run("run", inputs(case, ROWS))) == expected
+            wait_until_asleep()
+            assert [mask(thread.native_id) for thread in ours()] == [str(cpu)] * 2
+        plan.cpus = {1023}
+        plan.threads = 2
+        assert raw(plan.run("run", inputs(case, ROWS))) == expected
+        wait_until_asleep()
+        assert mask(ours()[0].native_id) == before
+    assert mask(threading.get_native_id()) == before
 
 
 @pytest.mark.parametrize("count", [0, -1, MAX_THREADS + 1])

@@ -1,0 +1,60 @@
+"""Trace an answer of the installed bundle from end to end, into a file that Perfetto opens.
+
+Reads the state folder, changes nothing in it. One row of the file is an answer, within it each
+native run, within those each operation by name, and the pieces that threads shared.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from compiler.contract.errors import ContractError
+from compiler.contract.native import NativePlan
+from compiler.contract.native_trace import Event, Kind, chrome_json, traced
+from device_agent.asking import answer_line, installed
+from device_agent.config import AgentConfig
+from device_agent.errors import BundleError, ConfigurationError
+from device_agent.ports import native_engine
+from device_agent.runtime.answers import BundleAnswerer, Question
+from device_agent.runtime.bundle import load_bundle
+
+
+def trace_answers(config: AgentConfig, asked: Sequence[Question], out: Path) -> Iterator[str]:
+    """Ask as `ask` does and write the trace; yield one line per answer, then what was written.
+
+    Args:
+        config: Of the device.
+        asked: The questions, in order; the first one also warms up, before the trace begins.
+        out: Where the trace goes, JSON of the trace event format.
+
+    Raises:
+        NoBundleError: Nothing is installed.
+        BundleError: The bundle does not load, or its kernels have no trace points.
+        AnswerError: The plan failed.
+        ConfigurationError: The file cannot be written.
+    """
+    store, current = installed(config)
+    engine = native_engine(store, config)
+    bundle = load_bundle(store, current)
+    plan = bundle.runner
+    assert isinstance(plan, NativePlan)
+    spans: list[Event] = []
+    try:
+        engine.give_threads(bundle)
+        answerer = BundleAnswerer(bundle, config.answer_timeout_s)
+        answer_line(answerer, asked[0])
+        with traced(plan) as trace:
+            for question in asked:
+                start = time.perf_counter_ns()
+                yield answer_line(answerer, question)
+                spans.append(Event(Kind.ANSWER, "answer", start, time.perf_counter_ns()))
+    except ContractError as error:
+        raise BundleError(f"the bundle cannot be traced: {error}") from error
+    finally:
+        plan.close()
+    events = trace.events()
+    try:
+        out.write_text(chrome_json([*spans, *events]), encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"--out: {out} cannot be written: {error}") from error
+    yield f"{len(events)} events ({trace.lost} lost) written to {out}"
