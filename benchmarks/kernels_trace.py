@@ -40,7 +40,7 @@ def tiny_calls() -> Module:
 
 def trace_claims(target_id: str) -> list[Claim]:
     """Return the rows about trace points."""
-    target, emitted = find_target(target_id), emit_plan(tiny_calls())
+    target, emitted = find_target(target_id), emit_plan(tiny_calls(), weights_packed={})
     source = render_kernels(target, [Op.ADD])
     assert source.count(TRACE_TEST) == 2
     bare = source.replace(TRACE_TEST, "if (0) {")
