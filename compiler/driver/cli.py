@@ -53,6 +53,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "inspect": ("inspect_bundle", "show sections, plan, weights, buffers, memory and IR"),
         "diff": ("diff", "compare two bundles and predict the update between them"),
         "prune": ("prune", "find how far pictures can be pruned without losing accuracy"),
+        "library": ("library", "build a target's kernels as a static library with a header"),
         "evaluate": ("evaluate", "ask a bundle an evaluation set"),
     }
 )

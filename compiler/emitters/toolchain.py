@@ -31,6 +31,14 @@ PROGRAM_FLAGS: Final = (
     *(flag for flag in FLAGS if flag not in ("-shared", "-fPIC", "-Wl,-z,defs")),
     *("-static", "-fno-pie", "-Wl,-e,_start"),
 )
+OBJECT_FLAGS: Final = (
+    *(
+        flag
+        for flag in FLAGS
+        if flag not in ("-shared", "-nostdlib") and not flag.startswith("-Wl")
+    ),
+    "-c",
+)
 TIMEOUT_SECONDS: Final = 300
 _TAIL_LINES: Final = 12
 
@@ -42,6 +50,27 @@ def compile_shared(source: str, target: Target, cache_dir: Path) -> bytes:
         ToolchainError: The compiler is missing, crashed, took too long or refused the source.
     """
     return compile_c(source, target, cache_dir, flags=FLAGS, suffix=".so")
+
+
+def compile_archive(source: str, target: Target, cache_dir: Path) -> bytes:
+    """Return the static library made of one C source: its functions, and nothing undefined.
+
+    Raises:
+        ToolchainError: As `build_kernels`.
+    """
+    code = compile_c(source, target, cache_dir, flags=OBJECT_FLAGS, suffix=".o")
+    with tempfile.TemporaryDirectory(prefix="sparsefleet-ar-") as folder:
+        (Path(folder) / "kernels.o").write_bytes(code)
+        command = [str(_compiler()), "ar", "rcsD", "kernels.a", "kernels.o"]
+        done = run_command(
+            command,
+            folder=Path(folder),
+            timeout_s=TIMEOUT_SECONDS,
+            environment=_zig_environment(cache_dir / "zig"),
+        )
+        if done.status:
+            raise ToolchainError(f"the archiver ended with {done.status}: {done.error_text(400)}")
+        return (Path(folder) / "kernels.a").read_bytes()
 
 
 def compile_c(
@@ -105,13 +134,7 @@ def run_program(program: bytes, emulator: Sequence[str], standard_input: bytes) 
 
 def _run(folder: Path, source: str, command: tuple[str, ...], zig_cache: Path) -> Path:
     (folder / "kernels.c").write_text(source, encoding="utf-8")
-    zig_cache.mkdir(parents=True, exist_ok=True)
-    environment = {
-        "ZIG_GLOBAL_CACHE_DIR": str(zig_cache.resolve()),
-        "ZIG_LOCAL_CACHE_DIR": str(zig_cache.resolve()),
-        "HOME": str(zig_cache.resolve()),
-        "PATH": os.defpath,
-    }
+    environment = _zig_environment(zig_cache)
     command_line = [str(_compiler()), "cc", *command, "kernels.c", "-o", "out"]
     done = run_command(
         command_line, folder=folder, timeout_s=TIMEOUT_SECONDS, environment=environment
@@ -121,6 +144,17 @@ def _run(folder: Path, source: str, command: tuple[str, ...], zig_cache: Path) -
         tail = "\n".join(lines[-_TAIL_LINES:])
         raise ToolchainError(f"the C compiler ended with {done.status}:\n{tail}")
     return folder / "out"
+
+
+def _zig_environment(zig_cache: Path) -> dict[str, str]:
+    zig_cache.mkdir(parents=True, exist_ok=True)
+    place = str(zig_cache.resolve())
+    return {
+        "ZIG_GLOBAL_CACHE_DIR": place,
+        "ZIG_LOCAL_CACHE_DIR": place,
+        "HOME": place,
+        "PATH": os.defpath,
+    }
 
 
 def _compiler() -> Path:
