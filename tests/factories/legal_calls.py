@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from compiler.contract.operations import GATED, SIGMOID_ORDERS
+from compiler.contract.operations import GATED, LINEARS, SIGMOID_ORDERS
 from compiler.kernels.program import (
     ABSENT,
     DENSE,
@@ -38,6 +38,7 @@ from tests.factories.draws import (
     positive,
 )
 from tests.factories.legal_reference_calls import REFERENCE
+from tests.factories.w8 import on_grid
 
 
 def _image_u8(d: Draw) -> None:
@@ -51,10 +52,18 @@ def _embed(d: Draw) -> None:
     d.call(Op.EMBED, [d.index(rows, limit)], [d.y(rows, cols)], [table])
 
 
+def _matrix(d: Draw, op: Op, n: int, k: int) -> int:
+    if op is Op.LINEAR:
+        return d.product(n, k, W4_LAYOUTS)
+    if op is Op.LINEAR_W8:
+        return d.weight(on_grid(n, k), "w8")
+    return d.weight(floats(d.rng, n, k))
+
+
 def _linear(op: Op) -> Generator:
     def generate(d: Draw) -> None:
         rows, n, k = d.rows(), d.size(100), d.size(400)
-        weight = d.product(n, k, W4_LAYOUTS) if op is Op.LINEAR else d.weight(floats(d.rng, n, k))
+        weight = _matrix(d, op, n, k)
         norm = d.pick((0, 0, NormKind.RMS + 1, NormKind.LAYER + 1))
         weights = [weight, d.maybe(n)]
         if norm:
@@ -343,8 +352,7 @@ GENERATORS: Final[Mapping[Op, Generator]] = MappingProxyType(
     {
         Op.IMAGE_U8: _image_u8,
         Op.EMBED: _embed,
-        Op.LINEAR: _linear(Op.LINEAR),
-        Op.LINEAR_F32: _linear(Op.LINEAR_F32),
+        **{op: _linear(op) for op in LINEARS},
         Op.NORM: _norm,
         Op.ROPE: _rope,
         Op.ATTENTION: _attention,
