@@ -7,7 +7,6 @@ huge pages. Each context has a pool of threads that hardly polls.
 """
 
 import ctypes
-import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -146,8 +145,7 @@ _silent: list[object] = []
 def _model(llama: Any, path: Path) -> object:  # noqa: ANN401
     if not _silent:
         _silent.append(llama.llama_log_callback(lambda _level, _text, _data: None))
-        if not os.environ.get("LLAMA_LOG"):
-            llama.llama_log_set(_silent[0], None)
+        llama.llama_log_set(_silent[0], None)
         llama.llama_backend_init()
     params = llama.llama_model_default_params()
     params.load_mode = llama.LLAMA_LOAD_MODE_NONE
