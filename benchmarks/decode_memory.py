@@ -18,7 +18,7 @@ from benchmarks.decode_candidates import PROMPT, PROMPT_IDS, candidates, table_r
 
 STATUS: Final = Path("/proc/self/status")
 RESET_PEAK: Final = "5"
-TOKENS: Final = 16
+TOKENS: Final = 4
 KIB: Final = 1024
 
 
