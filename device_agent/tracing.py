@@ -40,7 +40,7 @@ def trace_answers(config: AgentConfig, asked: Sequence[Question], out: Path) -> 
     assert isinstance(plan, NativePlan)
     spans: list[Event] = []
     try:
-        engine.give_threads(bundle)
+        engine.tune(bundle)
         answerer = BundleAnswerer(bundle, config.answer_timeout_s)
         answer_line(answerer, asked[0])
         with traced(plan) as trace:

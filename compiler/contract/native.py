@@ -2,13 +2,12 @@
 
     kernels (.so bytes) -> sealed memory file -> dlopen
     plan bytes          -> parse_plan (everything verified) -> sf_init
-    sections            -> one anonymous mapping, 2 MB aligned, huge pages advised
+    sections            -> one anonymous mapping, which other plans may share
 
 The caller must have verified the signature of all three: kernels are code. Standard library only.
 """
 
 import ctypes
-import mmap
 import threading
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from types import MappingProxyType
 from typing import Final, Self
 
 from compiler.contract.expert_pages import PAGE_OPS
-from compiler.contract.native_abi import SfArgs, SfSection, SfSetup, SfSizeReport
+from compiler.contract.native_abi import SfArgs, SfSetup, SfSizeReport
 from compiler.contract.native_errors import (
     NativeError,
     TooManyTokensError,
@@ -27,6 +26,7 @@ from compiler.contract.native_errors import (
 from compiler.contract.native_library import MAX_THREADS, KernelLibrary, Workers
 from compiler.contract.native_memory import Memory
 from compiler.contract.native_policy import PolicySeat
+from compiler.contract.native_weights import Buffer, LoadedWeights
 from compiler.contract.pager import Pager, PagerHook
 from compiler.contract.plan import Plan, PlanBuffer, PlanCall, parse_plan
 from compiler.contract.plan_format import (
@@ -37,8 +37,6 @@ from compiler.contract.plan_format import (
     align,
 )
 from compiler.contract.storage_rules import NEURON_KINDS
-
-Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class NativePlan:
         self,
         kernels: bytes | Path,
         plan_bytes: bytes,
-        sections: Mapping[str, Buffer],
+        sections: Mapping[str, Buffer] | LoadedWeights,
         *,
         threads: int = 1,
     ) -> None:
@@ -85,7 +83,8 @@ class NativePlan:
         Args:
             kernels: The shared library for this machine, as bytes or as a file.
             plan_bytes: A plan; verified here.
-            sections: At least the weight sections that the plan names.
+            sections: At least the weight sections that the plan names, or those of another plan,
+                which are then shared.
             threads: Threads that a run may use, the caller's among them, 1 to 64. The results are
                 the same bits with any number. Kernels built before threads use one.
 
@@ -111,9 +110,17 @@ class NativePlan:
             raise
 
     def _load(
-        self, library: KernelLibrary, plan_bytes: bytes, sections: Mapping[str, Buffer]
+        self,
+        library: KernelLibrary,
+        plan_bytes: bytes,
+        sections: Mapping[str, Buffer] | LoadedWeights,
     ) -> None:
-        weights, table = _load_sections(self.plan, sections)
+        weights = (
+            sections
+            if isinstance(sections, LoadedWeights)
+            else LoadedWeights(self.plan.sections, sections)
+        )
+        table = weights.table(self.plan.sections)
         plan = Memory(align(len(plan_bytes)))
         plan.view[: len(plan_bytes)] = plan_bytes
         report = SfSizeReport(struct_bytes=ctypes.sizeof(SfSizeReport))
@@ -138,7 +145,7 @@ class NativePlan:
         status = library.init(ctypes.addressof(setup))
         if status:
             raise_status(status, "load")
-        self._weights, self._memory = weights, memory
+        self.weights, self._memory = weights, memory
         self._context = memory.address
         self._policy = PolicySeat(library, memory.address, memory)
         self._args = SfArgs(struct_bytes=ctypes.sizeof(SfArgs))
@@ -224,12 +231,12 @@ class NativePlan:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the plan's weights in memory."""
-        return len(self._weights.view)
+        return len(self.weights.memory.view)
 
     @property
     def huge_weight_bytes(self) -> int | None:
         """How many of them lie on huge pages; None if the system does not say. Reads a file."""
-        return self._weights.huge_bytes()
+        return self.weights.memory.huge_bytes()
 
     @property
     def context_bytes(self) -> int:
@@ -431,27 +438,6 @@ class NativePlan:
 def _require_threads(threads: int) -> None:
     if not 1 <= threads <= MAX_THREADS:
         raise NativeError(f"{threads} threads are out of range: 1 to {MAX_THREADS}")
-
-
-def _load_sections(
-    plan: Plan, sections: Mapping[str, Buffer]
-) -> tuple[Memory, "ctypes.Array[SfSection]"]:
-    """Copy the plan's sections into one mapping; return it and the table for `sf_init`."""
-    memory = Memory(sum(align(section.length) for section in plan.sections))
-    table = (SfSection * max(1, len(plan.sections)))()
-    at = 0
-    for entry, section in zip(table, plan.sections, strict=False):
-        if section.name not in sections:
-            raise NativeError(f"section {section.name!r} is missing")
-        data = memoryview(sections[section.name]).cast("B")
-        if len(data) != section.length:
-            raise NativeError(
-                f"section {section.name!r} has {len(data)} bytes, not {section.length}"
-            )
-        memory.view[at : at + section.length] = data
-        entry.data, entry.bytes = memory.address + at, section.length
-        at += align(section.length)
-    return memory, table
 
 
 def _programs(plan: Plan, arena: memoryview) -> dict[str, _Program]:

@@ -9,15 +9,16 @@ present one. Standard library only.
 
 import ctypes
 import threading
-from collections.abc import Mapping
 from typing import Final
 
 from compiler.contract.native_abi import SfMeter, SfPolicy
 from compiler.contract.native_errors import NativeError, UnsupportedPlanError, raise_status
 from compiler.contract.native_library import KernelLibrary
-from compiler.contract.policy import CELLS, Cell, require_variants
+from compiler.contract.policy import CELLS, require_variants
 
 MAX_EPOCH: Final = (1 << 32) - 1
+Readings = dict[int, tuple[int, int]]
+"""Ticks and runs by index of the cell."""
 
 
 class PublishedPolicy:
@@ -43,14 +44,11 @@ class PublishedPolicy:
         )
         self.address: Final = ctypes.addressof(self._record)
 
-    def readings(self, cells: tuple[Cell, ...]) -> dict[Cell, tuple[int, int]]:
+    def readings(self) -> Readings:
         """Return ticks and runs of the cells that ran; exact while no run goes on."""
-        found = {}
-        for cell in cells:
-            meter = self._meters[cell.index]
-            if meter.runs:
-                found[cell] = (int(meter.ticks), int(meter.runs))
-        return found
+        numbers = memoryview(self._meters).cast("B").cast("Q").tolist()
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        return {at: (ticks, runs) for at, (ticks, runs) in enumerate(pairs) if runs}
 
 
 class PolicySeat:
@@ -65,30 +63,45 @@ class PolicySeat:
         self._epoch = 0
         self._is_open = True
 
+    @property
+    def is_supported(self) -> bool:
+        """Whether the kernels follow policies; those built before there were any do not."""
+        return self._library.set_policy is not None and self._library.policy_busy is not None
+
     def publish(self, variants: bytes) -> PublishedPolicy:
         """Have the next runs follow a table; the run that goes on keeps its own.
 
         Raises:
             PolicyError: It is no table.
-            UnsupportedPlanError: The kernels were built before there were policies.
+            UnsupportedPlanError: The kernels follow no policy.
             NativeError: The plan is closed.
         """
+        with self._lock:
+            self._epoch = self._epoch % MAX_EPOCH + 1
+            fresh = PublishedPolicy(variants, self._epoch)
+            self._use(fresh)
+        return fresh
+
+    def use(self, published: PublishedPolicy) -> None:
+        """Go back to a table that was published here; its meters go on. Raises as `publish`."""
+        with self._lock:
+            self._use(published)
+
+    def _use(self, published: PublishedPolicy) -> None:
         set_policy, busy = self._library.set_policy, self._library.policy_busy
         if set_policy is None or busy is None:
             raise UnsupportedPlanError("these kernels follow no policy: build them again")
-        with self._lock:
-            if not self._is_open:
-                raise NativeError("the plan is closed")
-            self._epoch = self._epoch % MAX_EPOCH + 1
-            fresh = PublishedPolicy(variants, self._epoch)
-            status = set_policy(self._context, fresh.address)
-            if status:
-                raise_status(status, "policy")
-            if self._present is not None:
-                self._retired.append(self._present)
-            self._present = fresh
-            self._retired = [old for old in self._retired if busy(self._context, old.address)]
-            return fresh
+        if not self._is_open:
+            raise NativeError("the plan is closed")
+        status = set_policy(self._context, published.address)
+        if status:
+            raise_status(status, "policy")
+        if self._present is not None:
+            self._retired.append(self._present)
+        self._present = published
+        held = {old.address: old for old in self._retired if busy(self._context, old.address)}
+        held.pop(published.address, None)
+        self._retired = list(held.values())
 
     @property
     def present(self) -> PublishedPolicy | None:
@@ -106,9 +119,7 @@ class PolicySeat:
             self._is_open = False
 
 
-def counted_readings(
-    before: Mapping[Cell, tuple[int, int]], after: Mapping[Cell, tuple[int, int]]
-) -> dict[Cell, tuple[int, int]]:
+def readings_since(before: Readings, after: Readings) -> Readings:
     """Return ticks and runs between two readings of one table, of the cells that ran between."""
     found = {}
     for cell, (ticks, runs) in after.items():

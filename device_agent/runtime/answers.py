@@ -11,6 +11,7 @@ from compiler.contract.pipeline import Pipeline
 from compiler.contract.session import Buffer, PlanRunner, RunnerBefore, Session
 from device_agent.errors import AnswerError
 from device_agent.runtime.bundle import ClosableRunner, LoadedBundle
+from device_agent.runtime.keeper import PolicyKeeper
 
 _SECOND_MS: Final = 1_000.0
 
@@ -116,14 +117,16 @@ class BundleAnswerer:
         timeout_s: float,
         monotonic: Callable[[], float] = time.perf_counter,
         facts: Mapping[str, object] | None = None,
+        keeper: PolicyKeeper | None = None,
     ) -> None:
-        """Start a session.
+        """Start a session; `keeper` sees every answer and keeps the policy.
 
         Raises:
             ContractError: The bundle does not answer in words.
         """
         self._sha256 = bundle.manifest_sha256
         self._facts = dict(facts or {})
+        self._keeper = keeper
         self._pipeline: Pipeline = bundle.pipeline
         self._native: ClosableRunner = bundle.runner
         self._runner = TimeoutRunner(bundle.runner, monotonic)
@@ -139,7 +142,9 @@ class BundleAnswerer:
     @property
     def facts(self) -> Mapping[str, object]:
         """Return what `status` shows of the running code."""
-        return self._facts
+        if self._keeper is None:
+            return self._facts
+        return {**self._facts, "policy_now": self._keeper.facts()}
 
     def understands(self, question: Question) -> bool:
         """Return whether the model knows every word and the size of the picture."""
@@ -165,6 +170,8 @@ class BundleAnswerer:
         except (ContractError, OSError) as error:
             outcome, detail = Outcome.ERROR, str(error)
         latency_ms = (self._monotonic() - start) * _SECOND_MS
+        if self._keeper is not None:
+            self._keeper.answered()
         if outcome is Outcome.ENDED and latency_ms > self._timeout_s * _SECOND_MS:
             outcome, detail = Outcome.TIMEOUT, f"took {latency_ms:.0f} ms"
         expected = question.expected

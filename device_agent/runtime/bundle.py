@@ -13,12 +13,15 @@ from compiler.contract.bands import parse_bands, verify_bands
 from compiler.contract.errors import ContractError
 from compiler.contract.manifest import ReleaseManifest, parse_manifest
 from compiler.contract.native import NativePlan
+from compiler.contract.native_policy import PolicySeat
 from compiler.contract.pipeline import Pipeline, parse_pipeline
 from compiler.contract.plan import parse_plan
+from compiler.contract.policy import PLAIN, Policy, parse_policy
 from compiler.contract.schedule import parse_schedule
 from compiler.contract.schedule_order import verify_schedule
 from device_agent.errors import BundleError
 from device_agent.runtime.threads import ThreadedRunner
+from device_agent.runtime.weights import WeightPool
 from device_agent.storage.objects import ObjectStore
 from device_agent.storage.slots import Pointer
 
@@ -28,7 +31,8 @@ PIPELINE: Final = "pipeline"
 SELF_TEST: Final = "selftest"
 SCHEDULE: Final = "schedule"
 BANDS: Final = "bands"
-NOT_WEIGHTS: Final = frozenset((PLAN, KERNELS, PIPELINE, SELF_TEST))
+POLICY: Final = "policy"
+NEEDED: Final = frozenset((PLAN, KERNELS, PIPELINE, SELF_TEST))
 
 
 class ClosableRunner(ThreadedRunner, Protocol):
@@ -48,6 +52,10 @@ class ClosableRunner(ThreadedRunner, Protocol):
     def huge_weight_bytes(self) -> int | None:
         """How many of them lie on huge pages; None if the system does not say."""
 
+    @property
+    def policy(self) -> PolicySeat:
+        """Where its policy is swapped."""
+
     def close(self) -> None:
         """Free it."""
 
@@ -61,12 +69,14 @@ class LoadedBundle:
         runner: The plan.
         pipeline: Words, pictures and limits.
         self_test: Bytes of the self-test section.
+        policy: How its calls run; a bundle without one leaves nothing to choose.
     """
 
     manifest_sha256: str
     runner: ClosableRunner
     pipeline: Pipeline
     self_test: bytes
+    policy: Policy = PLAIN
 
 
 def read_manifest(store: ObjectStore, sha256: str, size_bytes: int) -> ReleaseManifest:
@@ -81,8 +91,10 @@ def read_manifest(store: ObjectStore, sha256: str, size_bytes: int) -> ReleaseMa
         raise BundleError(f"manifest {sha256[:16]}: {error}") from error
 
 
-def load_bundle(store: ObjectStore, pointer: Pointer) -> LoadedBundle:
-    """Verify and load a bundle.
+def load_bundle(
+    store: ObjectStore, pointer: Pointer, pool: WeightPool | None = None
+) -> LoadedBundle:
+    """Verify and load a bundle; weights that `pool` knows are shared with the bundle that has them.
 
     Raises:
         BundleError: A section is missing or damaged, or the plan does not load.
@@ -92,22 +104,27 @@ def load_bundle(store: ObjectStore, pointer: Pointer) -> LoadedBundle:
         section.component: store.read_verified(section.sha256, section.size_bytes)
         for section in manifest.sections
     }
-    missing = sorted(NOT_WEIGHTS - views.keys())
+    missing = sorted(NEEDED - views.keys())
     if missing:
         raise BundleError(f"the bundle has no section {missing[0]!r}")
     try:
         pipeline = parse_pipeline(bytes(views[PIPELINE]))
-        runner = _start(views)
+        policy = parse_policy(bytes(views[POLICY])) if POLICY in views else PLAIN
+        digests = {section.component: section.sha256 for section in manifest.sections}
+        runner = _start(views, digests, WeightPool() if pool is None else pool)
     except (ContractError, OSError) as error:
         raise BundleError(f"the plan does not load: {error}") from error
-    return LoadedBundle(pointer.manifest_sha256, runner, pipeline, bytes(views[SELF_TEST]))
+    self_test = bytes(views[SELF_TEST])
+    return LoadedBundle(pointer.manifest_sha256, runner, pipeline, self_test, policy)
 
 
-def _start(views: Mapping[str, memoryview]) -> ClosableRunner:
+def _start(
+    views: Mapping[str, memoryview], digests: Mapping[str, str], pool: WeightPool
+) -> ClosableRunner:
     plan = parse_plan(bytes(views[PLAN]))
     if SCHEDULE in views:
         verify_schedule(plan, parse_schedule(bytes(views[SCHEDULE])))
     if BANDS in views:
         verify_bands(plan, parse_bands(bytes(views[BANDS])))
-    weights = {name: view for name, view in views.items() if name not in NOT_WEIGHTS}
+    weights = pool.load(plan, digests, views)
     return NativePlan(bytes(views[KERNELS]), bytes(views[PLAN]), weights)

@@ -1,21 +1,19 @@
 """The engine port: test a bundle, start a bundle. The real one runs native code."""
 
 import json
-import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
 from compiler.contract.errors import ContractError
-from compiler.contract.native_library import MAX_THREADS
-from compiler.contract.selftest import parse_selftest
 from device_agent.errors import BundleError, SelfTestFailedError
-from device_agent.runtime.affinity import AUTO, cpus_for
+from device_agent.runtime.affinity import AUTO
 from device_agent.runtime.answers import Answerer, BundleAnswerer
 from device_agent.runtime.bundle import LoadedBundle, load_bundle
-from device_agent.runtime.threads import tune_threads
+from device_agent.runtime.tuning import Tuned, tune
+from device_agent.runtime.weights import WeightPool
 from device_agent.storage.objects import ObjectStore
 from device_agent.storage.slots import Pointer
 
@@ -53,6 +51,8 @@ class NativeEngine:
         answer_timeout_s: Limit of one answer, seconds.
         threads: Threads of one answer; 0 = as many as help, at most one per core.
         cpus: Where lent threads run: `auto`, `off` or a list of cores.
+        weights: Those in memory: a bundle that changes only code or tape shares them with the one
+            that runs, so it starts without copying them.
     """
 
     store: ObjectStore
@@ -61,6 +61,7 @@ class NativeEngine:
     answer_timeout_s: float
     threads: int = 0
     cpus: str = AUTO
+    weights: WeightPool = field(default_factory=WeightPool)
 
     def self_test(self, pointer: Pointer) -> None:
         """Run the self-test in a child; see `Engine`."""
@@ -91,37 +92,23 @@ class NativeEngine:
 
     def start(self, pointer: Pointer) -> Answerer:
         """Load the bundle; see `Engine`."""
-        bundle = load_bundle(self.store, pointer)
+        bundle = load_bundle(self.store, pointer, self.weights)
         try:
-            facts = self.give_threads(bundle)
-            return BundleAnswerer(bundle, self.answer_timeout_s, facts=facts)
+            tuned = self.tune(bundle)
+            return BundleAnswerer(
+                bundle, self.answer_timeout_s, facts=tuned.facts, keeper=tuned.keeper
+            )
         except ContractError as error:
             bundle.runner.close()
             raise BundleError(f"the bundle does not answer: {error}") from error
 
-    def give_threads(self, bundle: LoadedBundle) -> dict[str, object]:
-        """Give the plan its threads; return what `status` shows of the running code.
+    def tune(self, bundle: LoadedBundle) -> Tuned:
+        """Give a loaded bundle its threads and its policy; see `tune`.
 
         Raises:
             ContractError: The plan ended with an error status.
         """
-        runner = bundle.runner
-        allowed = frozenset(os.sched_getaffinity(0))
-        runner.cpus = cpus_for(self.cpus, allowed)
-        if self.threads:
-            runner.threads = self.threads
-            measured: dict[int, float] = {}
-        else:
-            first = parse_selftest(bundle.self_test).vectors[0].runs[0]
-            cores = len(runner.cpus or allowed)
-            measured = dict(tune_threads(runner, first, min(cores, MAX_THREADS)).seconds)
-        return {
-            "threads": runner.threads,
-            "threads_measured_ms": {n: round(s * 1e3, 3) for n, s in measured.items()},
-            "cpus": sorted(runner.cpus) or "any",
-            "weight_bytes": runner.weight_bytes,
-            "huge_weight_bytes": runner.huge_weight_bytes,
-        }
+        return tune(bundle, self.threads, self.cpus)
 
 
 def _require_passed(done: "subprocess.CompletedProcess[bytes]") -> None:

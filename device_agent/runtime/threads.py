@@ -62,6 +62,7 @@ def tune_threads(
     run: SelfTestRun,
     most: int,
     monotonic: Callable[[], float] = time.perf_counter,
+    budget_s: float = BUDGET_S,
 ) -> ThreadChoice:
     """Measure, set `runner.threads`, and leave the key/value cache empty.
 
@@ -70,6 +71,7 @@ def tune_threads(
         run: What to run: the first run of a self-test vector, which needs no rows in the cache.
         most: Threads that may be used, at least 1.
         monotonic: Clock in seconds.
+        budget_s: The most seconds it may take, but for two runs.
 
     Raises:
         ContractError: The plan ended with an error status.
@@ -84,7 +86,7 @@ def tune_threads(
 
     if most == 1:
         return ThreadChoice(1, {})
-    end = monotonic() + BUDGET_S
+    end = monotonic() + budget_s
     once()
     if monotonic() > end:
         runner.threads = most

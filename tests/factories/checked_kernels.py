@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from compiler.contract import native
+from compiler.contract import native, native_weights
 from compiler.contract.native import NativePlan
 from compiler.contract.native_errors import NativeError
 from compiler.contract.operations import Op
@@ -94,13 +94,13 @@ class PoisonedMemory:
 def poison(plan: NativePlan) -> None:
     """Poison what lies between buffers and between weights."""
     starts: dict[int, int] = {}
-    at = plan._weights.address
+    at = plan.weights.memory.address
     for number, section in enumerate(plan.plan.sections):
         starts[number] = at
         at += align(section.length)
     _poison_gaps(
         [(starts[w.section] + w.offset, w.length) for w in plan.plan.weights],
-        plan._weights.address,
+        plan.weights.memory.address,
         at,
     )
     arena = plan._memory.address + len(plan._memory.view) - align(plan.plan.arena_bytes)
@@ -258,6 +258,7 @@ def main(mode: str, first: int | None = None, last: int = 0, limit: int = 100) -
     )
     if memory is not None:
         native.Memory = memory  # type: ignore[assignment,misc]
+        native_weights.Memory = memory  # type: ignore[assignment,misc]
     count = 0
     for kernels in itertools.islice(builds(mode), limit):
         if first is None:

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from compiler.contract import native
+from compiler.contract import native, native_weights
 from compiler.contract.errors import ContractError
 from compiler.contract.native import NativePlan
 from compiler.contract.operations import RouteOrder
@@ -135,6 +135,7 @@ def attack(case: Case, kernels: bytes, count: int, seed: int) -> Outcomes:
 def main(count: int, features: list[str]) -> None:
     """Attack every feature on this machine's best target and print a line each."""
     native.Memory = GuardedMemory  # type: ignore[assignment,misc]
+    native_weights.Memory = GuardedMemory  # type: ignore[assignment,misc]
     kernels = library(native_targets()[-2])
     for name in features or FEATURES:
         done = attack(FEATURES[name](), kernels, count, seed=len(name))

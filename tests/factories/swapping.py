@@ -84,8 +84,8 @@ def swap_policies(count: int) -> dict[str, int]:
         per_cell = Counter(Cell.at(index) for index in looked_up)
         cells, torn = tuple(per_cell), 0
         for table in published:
-            readings = table.readings(cells)
-            runs = {readings.get(cell, (0, 0))[1] / per_cell[cell] for cell in cells}
+            readings = table.readings()
+            runs = {readings.get(cell.index, (0, 0))[1] / per_cell[cell] for cell in cells}
             torn += len(runs) != 1
         return {
             "swaps": count,

@@ -8,6 +8,7 @@ import pytest
 
 from compiler.contract.native_abi import SfPolicy
 from compiler.contract.native_errors import NativeError, UnsupportedPlanError
+from compiler.contract.native_policy import readings_since
 from compiler.contract.policy import (
     CELLS,
     FULL,
@@ -127,12 +128,17 @@ def test_it_meters_the_calls_of_each_cell() -> None:
         }
         for _ in range(2):
             native.run("step", step)
-        found = published.readings(tuple(set(cells)))
-        assert {cell: runs for cell, (_, runs) in found.items()} == {
-            cell: 2 * cells.count(cell) for cell in cells
-        }
+        found = published.readings()
+        counts = {cell.index: 2 * cells.count(cell) for cell in cells}
+        assert {cell: runs for cell, (_, runs) in found.items()} == counts
         assert all(ticks > 0 for ticks, _ in found.values())
-        assert native.policy.publish(bytes(CELLS)).readings(tuple(set(cells))) == {}
+        assert native.policy.publish(bytes(CELLS)).readings() == {}
+        native.kv_length = 0
+        native.policy.use(published)
+        native.run("step", step)
+        more = readings_since(found, published.readings())
+        assert {cell: 2 * runs for cell, (_, runs) in more.items()} == counts
+        assert native.policy.held == 1
 
 
 def test_it_refuses_what_is_no_table() -> None:

@@ -1,0 +1,73 @@
+"""The weight sections of a plan in memory: loaded once, shared by every plan that reads the same.
+
+    sections -> one anonymous mapping, 2 MB aligned, huge pages advised -> any number of plans
+
+A plan's tape and its kernels can so be replaced while the weights stay where they are. Kernels only
+read them. The memory goes when the last plan goes that holds them.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+from compiler.contract.native_abi import SfSection
+from compiler.contract.native_errors import NativeError
+from compiler.contract.native_memory import Memory
+from compiler.contract.plan_format import align
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap
+
+
+class SectionEntry(Protocol):
+    """A section that a plan names."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    @property
+    def length(self) -> int:
+        """Bytes of it."""
+
+
+class LoadedWeights:
+    """Sections copied into one mapping."""
+
+    def __init__(self, entries: tuple[SectionEntry, ...], sections: Mapping[str, Buffer]) -> None:
+        """Copy the sections that a plan names.
+
+        Raises:
+            NativeError: One is missing or has another length, or there is no memory.
+        """
+        self.memory: Final = Memory(sum(align(entry.length) for entry in entries))
+        self._places: dict[str, tuple[int, int]] = {}
+        at = 0
+        for entry in entries:
+            if entry.name not in sections:
+                raise NativeError(f"section {entry.name!r} is missing")
+            data = memoryview(sections[entry.name]).cast("B")
+            self._require_length(entry, len(data))
+            self.memory.view[at : at + entry.length] = data
+            self._places[entry.name] = at, entry.length
+            at += align(entry.length)
+
+    def table(self, entries: tuple[SectionEntry, ...]) -> "ctypes.Array[SfSection]":
+        """Return what `sf_init` reads, for a plan that names these sections.
+
+        Raises:
+            NativeError: One is not here, or has another length.
+        """
+        table = (SfSection * max(1, len(entries)))()
+        for row, entry in zip(table, entries, strict=False):
+            if entry.name not in self._places:
+                raise NativeError(f"section {entry.name!r} is missing")
+            at, length = self._places[entry.name]
+            self._require_length(entry, length)
+            row.data, row.bytes = self.memory.address + at, length
+        return table
+
+    @staticmethod
+    def _require_length(entry: SectionEntry, found: int) -> None:
+        if found != entry.length:
+            raise NativeError(f"section {entry.name!r} has {found} bytes, not {entry.length}")
