@@ -17,6 +17,7 @@ import numpy as np
 
 from benchmarks import kernels_w8, peer_table
 from benchmarks.kernels_ops import op_claims
+from benchmarks.kernels_policy import policy_claims
 from benchmarks.kernels_skip import skip_claims
 from benchmarks.kernels_trace import trace_claims
 from benchmarks.peer_table import Peer
@@ -310,6 +311,7 @@ def measure() -> list[Claim]:
         *call_claims(target.id),
         *op_claims(target.id),
         *trace_claims(target.id),
+        *policy_claims(target.id),
     ]
 
 

@@ -97,6 +97,7 @@ TITLES: Final[Mapping[str, str]] = MappingProxyType(
         "too_large": "The delta would save too little: devices download the sections whole.",
         "inconclusive": "The evidence does not yet speak for or against the version.",
         "no_data": "No telemetry has arrived: the stage is held, never promoted.",
+        "unmeasured": "No cost model was fitted to this target: its bundles carry priors.",
         "probation": "Running the new bundle, armed to return by itself.",
     }
 )

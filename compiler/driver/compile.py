@@ -36,6 +36,7 @@ from compiler.driver.native_check import (
 )
 from compiler.driver.options import CompiledBundle, CompileOptions
 from compiler.driver.plan_facts import base_parts, explain_rows, requirements
+from compiler.driver.policy_stage import POLICY, policy_facts, policy_section
 from compiler.driver.provenance import (
     CALIBRATION,
     calibration_digests,
@@ -84,7 +85,9 @@ def compile_model(submission_dir: Path, options: CompileOptions) -> CompiledBund
         plan = portable.plan
         c_source, kernels = run.kernels(plan)
     selftest = run.selftest(portable, plan, kernels)
-    sections = {**portable.sections, "kernels": kernels, "selftest": selftest.to_bytes()}
+    policy = policy_section(target, run.cache)
+    made = {"kernels": kernels, "selftest": selftest.to_bytes(), POLICY: policy}
+    sections = {**portable.sections, **made}
     check = run.check(sections)
     explained = explain_document(
         plan, target, selftest, run.times(sections), portable.facts[ORIGINS]
@@ -284,6 +287,7 @@ class _Compilation:
             "explain": explain_rows(plan, self.target),
             "explained": explained,
             "picture": picture(explained),
+            "policy": policy_facts(self.target, sections[POLICY]),
             "provenance": self.provenance,
             **{name: fact for name, fact in portable.facts.items() if name != ORIGINS},
         }

@@ -20,7 +20,7 @@ SCHEMA: Final = "sparsefleet.provenance/1"
 CALIBRATION: Final = "calibration"
 MASKS: Final = "sparse_mask.bin"
 """Masks of weights, if the submission has any (`compiler.passes.inject_masks`)."""
-_SOURCES: Final = ("*.py", "*.c.in")
+_SOURCES: Final = ("*.py", "*.c.in", "products/*.json")
 _TOOLS: Final = ("numpy", "onnx", "xdsl", "jinja2", "ziglang")
 
 

@@ -11,6 +11,7 @@ from builds.selectors.pages import target_list as find_targets
 from builds.services.targets import target_activate as activate
 from compiler.contract.fingerprint import TARGET_LADDER
 from compiler.hardware.library import accelerators, load_socs, variants
+from compiler.hardware.measured import measured_label
 from dashboards.pages import page, show
 from fleet.selectors.pages import device_counts_by_target
 
@@ -20,7 +21,12 @@ NEEDED_FEATURES = {name: sorted(features) for name, _machine, features in TARGET
 def _list(request: HttpRequest, actor: Actor) -> HttpResponse:
     counts = device_counts_by_target()
     rows = [
-        (target, counts.get(target.pk, 0), NEEDED_FEATURES.get(target.name, []))
+        (
+            target,
+            counts.get(target.pk, 0),
+            NEEDED_FEATURES.get(target.name, []),
+            measured_label(target.name),
+        )
         for target in find_targets()
     ]
     socs = [(soc, variants(soc), accelerators(soc)) for soc in load_socs()]

@@ -45,6 +45,7 @@ class CellsMeasured:
 
     Attributes:
         variants: The table to follow.
+        used: Indices of the cells that the runs use.
         rounds: Turns of every table; 0 if nothing was measured.
         gains: Least ticks of the compiler's default over those of the chosen variant, by index of
             the cell.
@@ -52,6 +53,7 @@ class CellsMeasured:
     """
 
     variants: bytes
+    used: tuple[int, ...]
     rounds: int
     gains: Mapping[int, float]
     seconds: float
@@ -102,11 +104,6 @@ def play(runner: PlanRunner, runs: Sequence[SelfTestRun]) -> None:
     runner.kv_length = 0
 
 
-def used_cells(published: PublishedPolicy) -> tuple[int, ...]:
-    """Return the cells that ran under a table."""
-    return tuple(published.readings())
-
-
 def measure_cells(
     runner: PolicyRunner,
     policy: Policy,
@@ -130,11 +127,12 @@ def measure_cells(
     base = runner.policy.publish(policy.variants)
     play(runner, runs)
     once_s = monotonic() - start
-    choices = doubtful_choices(policy, used_cells(base), runner.threads)
+    used = tuple(base.readings())
+    choices = doubtful_choices(policy, used, runner.threads)
     trials = [runner.policy.publish(table) for table in tables(policy.variants, choices)]
     runner.policy.use(base)
     if not trials or LEAST_ROUNDS * len(trials) * once_s > budget_s:
-        return CellsMeasured(policy.variants, 0, {}, monotonic() - start)
+        return CellsMeasured(policy.variants, used, 0, {}, monotonic() - start)
     least: dict[tuple[int, int], float] = {}
     rounds, round_s = 0, len(trials) * once_s
     while rounds < MOST_ROUNDS and monotonic() - start + round_s <= budget_s:
@@ -144,10 +142,10 @@ def measure_cells(
         rounds, round_s = rounds + 1, monotonic() - began
     if rounds < LEAST_ROUNDS:  # the machine became slower meanwhile
         runner.policy.use(base)
-        return CellsMeasured(policy.variants, 0, {}, monotonic() - start)
+        return CellsMeasured(policy.variants, used, 0, {}, monotonic() - start)
     chosen, gains = choose_cells(policy.variants, choices, least)
     runner.policy.publish(chosen)
-    return CellsMeasured(chosen, rounds, gains, monotonic() - start)
+    return CellsMeasured(chosen, used, rounds, gains, monotonic() - start)
 
 
 def _measure(

@@ -24,8 +24,6 @@ from device_agent.runtime.cells import (
     CellsMeasured,
     legal_choices,
     measure_cells,
-    play,
-    used_cells,
 )
 from device_agent.runtime.keeper import PolicyKeeper
 from device_agent.runtime.threads import BUDGET_S, ThreadChoice, tune_threads
@@ -79,12 +77,12 @@ def tune(
             runner.threads = most
             cells = measure_cells(runner, policy, runs, CELLS_SHARE * BUDGET_S, monotonic)
     choice = _threads(bundle, runs[0], threads, most, BUDGET_S - (monotonic() - start), monotonic)
+    keeper = None if cells is None else _keeper(bundle, cells, monotonic)
     tuned_ms = (monotonic() - start) * _MS
     facts = {**_thread_facts(bundle, choice), "tuned_ms": round(tuned_ms, 3)}
-    if cells is None:
-        return Tuned(facts, None)
-    facts["policy"] = _policy_facts(bundle, cells)
-    return Tuned(facts, _keeper(bundle, cells, runs, monotonic))
+    if cells is not None:
+        facts["policy"] = _policy_facts(bundle, cells)
+    return Tuned(facts, keeper)
 
 
 def _threads(
@@ -128,14 +126,10 @@ def _policy_facts(bundle: LoadedBundle, cells: CellsMeasured) -> dict[str, objec
 
 
 def _keeper(
-    bundle: LoadedBundle,
-    cells: CellsMeasured,
-    runs: tuple[SelfTestRun, ...],
-    monotonic: Callable[[], float],
+    bundle: LoadedBundle, cells: CellsMeasured, monotonic: Callable[[], float]
 ) -> PolicyKeeper | None:
     """Return who keeps the policy of the cells that the self-test's runs use."""
-    runner = bundle.runner
-    published = runner.policy.publish(cells.variants)
-    play(runner, runs)
-    choices = legal_choices(used_cells(published), runner.threads)
-    return PolicyKeeper(runner.policy, cells.variants, choices, monotonic) if choices else None
+    choices = legal_choices(cells.used, bundle.runner.threads)
+    if not choices:
+        return None
+    return PolicyKeeper(bundle.runner.policy, cells.variants, choices, monotonic)

@@ -4,8 +4,8 @@ import struct
 
 import pytest
 
-from compiler.contract.native import _load_sections
 from compiler.contract.native_errors import NativeError
+from compiler.contract.native_weights import LoadedWeights
 from compiler.contract.plan import PlanError, parse_plan
 from compiler.contract.plan_format import WEIGHT, Kind, weight_parts
 from compiler.emitters.plan import read_packed
@@ -37,12 +37,13 @@ def test_the_loader_refuses_a_section_without_its_last_scales(case: Case) -> Non
     plan = parse_plan(case.emitted.plan_bytes)
     name = next(section.name for section in plan.sections if section.name.startswith("expert."))
     whole = case.emitted.sections
-    assert len(_load_sections(plan, whole)[1]) == len(plan.sections)
+    table = LoadedWeights(plan.sections, whole).table(plan.sections)
+    assert [row.bytes for row in table] == [section.length for section in plan.sections]
     for short in (whole[name][:-4], b""):
         with pytest.raises(NativeError, match=name):
-            _load_sections(plan, {**whole, name: short})
+            LoadedWeights(plan.sections, {**whole, name: short})
     with pytest.raises(NativeError, match="missing"):
-        _load_sections(plan, {key: data for key, data in whole.items() if key != name})
+        LoadedWeights(plan.sections, {key: data for key, data in whole.items() if key != name})
 
 
 def test_scales_of_zero_are_no_scales(case: Case) -> None:

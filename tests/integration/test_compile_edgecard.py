@@ -95,11 +95,11 @@ def test_it_answers_alike_on_every_target_and_in_the_simulator(folder) -> None:
             assert [item.answer for item in answer_cards(plan, pipeline, cards)] == expected
 
 
-def test_it_shares_everything_but_the_kernels_between_targets(folder) -> None:
+def test_it_shares_everything_but_kernels_and_policy_between_targets(folder) -> None:
     first, second = (compiled("v1", target, folder) for target in TARGETS[:2])
     assert first.sections.keys() == second.sections.keys()
     differing = [name for name, data in first.sections.items() if data != second.sections[name]]
-    assert differing == ["kernels"]
+    assert differing == ["kernels", "policy"]
 
 
 def test_it_keeps_the_accuracy_of_the_f32_model(folder) -> None:

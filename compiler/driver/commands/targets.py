@@ -6,6 +6,7 @@ from compiler.contract.canonical import Json
 from compiler.driver.commands.base import Answer, Command, Console, table
 from compiler.driver.native_check import emulator_of, host_features, runs_here
 from compiler.hardware.library import accelerators, load_socs, variants
+from compiler.hardware.measured import measured_label
 from compiler.hardware.targets import ALL_TARGETS, OPENCL, Target
 from compiler.kernels.select import select_tile
 
@@ -68,6 +69,7 @@ def _targets() -> Answer:
             target.triple,
             select_tile(target.isa).isa,
             target.verified_on,
+            measured_label(target.id),
             _checked(target),
         )
         for target in ALL_TARGETS
@@ -83,10 +85,14 @@ def _targets() -> Answer:
             "missing_here": sorted(target.features - host_features()),
             "runs_here": runs_here(target),
             "emulator": " ".join(emulator_of(target) or ()),
+            "policy_measured_on": measured_label(target.id),
         }
         for target in ALL_TARGETS
     ]
-    head = ("target", "back end", "triple", "tile", "bits checked on", "this machine")
+    head = (
+        *("target", "back end", "triple", "tile", "bits checked on", "policy measured on"),
+        "this machine",
+    )
     return Answer(table([head, *rows]), document)
 
 
@@ -100,7 +106,8 @@ def _checked(target: Target) -> str:
 
 COMMAND = Command(
     description=(
-        "List the targets, the kernels each gets, and whether this machine can run them; "
+        "List the targets, the kernels each gets, whether this machine can run them, and where "
+        "the cost model of their policies was measured; "
         "or what the systems on chip of the capability library run."
     ),
     example="targets --json",

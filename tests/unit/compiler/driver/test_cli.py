@@ -33,6 +33,9 @@ def test_it_lists_every_target(capsys) -> None:
     assert names[-1] == "opencl"
     endings = ("runs here", "emulated here", "does not run here", "no device is given it")
     assert all(line.endswith(endings) for line in lines[1:])
+    unmeasured = {line.split()[0] for line in lines[1:] if "  unmeasured  " in line}
+    assert "aarch64" in unmeasured
+    assert "x86-64-v3" not in unmeasured
 
 
 def test_it_lists_how_every_variant_was_checked(capsys) -> None:
