@@ -36,16 +36,16 @@ Times = Mapping[Variant, float]
 
 def measured(made: Iterable[Made], us_per_tick: float) -> list[MeasuredProduct]:
     """Measure products, closing their plans."""
+    loaded = list(made)
+    times = policy_products.measure_all(loaded, us_per_tick)
     found = []
-    for one in made:
-        with one.plan:
-            times = policy_products.measure(one, us_per_tick)
+    for one, microseconds in zip(loaded, times, strict=True):
+        one.plan.close()
         product = one.product
-        rounded = {variant: round(spent, 3) for variant, spent in times.items()}
-        density = round(product.density, 4)
-        place = product.kind, product.rows, product.n, product.k, density
+        rounded = {variant: round(spent, 3) for variant, spent in microseconds.items()}
+        place = product.kind, product.rows, product.n, product.k, round(product.density, 4)
         found.append(MeasuredProduct(*place, rounded))
-        shown = "  ".join(f"{variant.name} {spent:.1f}" for variant, spent in times.items())
+        shown = "  ".join(f"{variant.name} {spent:.1f}" for variant, spent in rounded.items())
         print(f"{place[0].name} {place[1:]}: {shown} us", file=sys.stderr, flush=True)
     return found
 
@@ -104,33 +104,38 @@ def crossing(points: Sequence[tuple[float, float]]) -> float | None:
 
 def density_claims(target: str, us_per_tick: float) -> list[Claim]:
     """Return the densities from which dense is as fast: of a zero check, and of stored tiles."""
+    places = [(*shape, rows) for shape in CROSSING_SHAPES for rows in (1, 16)]
+    made = [linear(target, CallKind.LINEAR, *place, 1.0) for place in places]
+    for place in places:
+        made += [linear(target, CallKind.CHECKED, *place, each) for each in CROSSING_DENSITIES]
+        sparse = (each for each in CROSSING_DENSITIES if each < 1.0)
+        made += [linear(target, CallKind.TILES, *place, each) for each in sparse]
+    found = measured(made, us_per_tick)
     claims = []
-    for n, k in CROSSING_SHAPES:
-        for rows in (1, 16):
-            checked, tiles = [], []
-            dense = _alone(linear(target, CallKind.LINEAR, n, k, rows, 1.0), us_per_tick)
-            for density in CROSSING_DENSITIES:
-                made = linear(target, CallKind.CHECKED, n, k, rows, density)
-                with made.plan:
-                    times = policy_products.measure(made, us_per_tick)
-                checked.append((density, times[Variant.UNCHECKED_ALONE] / times[Variant.ALONE]))
-                if density < 1.0:
-                    made = linear(target, CallKind.TILES, n, k, rows, density)
-                    tiles.append((made.product.density, dense / _alone(made, us_per_tick)))
-            for name, points in (("check", checked), ("tiles", sorted(tiles))):
-                at = crossing(points)
-                best = max(ratio for _, ratio in points)
-                note = f"{rows} x {n} x {k}, one thread; at {points[0][0]:.2f}: "
-                note += f"{points[0][1]:.2f} times as fast as dense, at most {best:.2f}"
-                value = 1.0 if at is None else at
-                name = f"policy.crossover.{name}.{rows}x{n}x{k}"
-                claims.append(Claim(name, value, "density", "", "", None, None, None, "host", note))
+    for n, k, rows in places:
+        here = [row for row in found if (row.n, row.k, row.rows) == (n, k, rows)]
+        dense = next(row for row in here if row.kind is CallKind.LINEAR)
+        ratios = {"check": CallKind.CHECKED, "tiles": CallKind.TILES}
+        for name, kind in ratios.items():
+            points = sorted(
+                (row.density, _dense_us(row, dense) / row.microseconds[Variant.ALONE])
+                for row in here
+                if row.kind is kind
+            )
+            at = crossing(points)
+            note = f"{rows} x {n} x {k}, one thread; times as fast as dense: "
+            note += "  ".join(f"{density:.2f} {ratio:.2f}" for density, ratio in points)
+            value = 1.0 if at is None else at
+            place = f"policy.crossover.{name}.{rows}x{n}x{k}"
+            claims.append(Claim(place, value, "density", "", "", None, None, None, "host", note))
     return claims
 
 
-def _alone(made: Made, us_per_tick: float) -> float:
-    with made.plan:
-        return policy_products.measure(made, us_per_tick)[Variant.ALONE]
+def _dense_us(row: MeasuredProduct, dense: MeasuredProduct) -> float:
+    is_checked = row.kind is CallKind.CHECKED
+    return (row if is_checked else dense).microseconds[
+        Variant.UNCHECKED_ALONE if is_checked else Variant.ALONE
+    ]
 
 
 def sharing_claims(found: Sequence[MeasuredProduct]) -> list[Claim]:
