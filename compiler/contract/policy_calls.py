@@ -65,7 +65,7 @@ def call_cell(plan: Plan, call: PlanCall, tokens: int, live: int = FULL) -> Cell
     if kind is CallKind.CHECKED:
         density = live
     size = stored
-    if kind is CallKind.EXPERTS:
+    if kind is CallKind.EXPERTS and matrices:
         size = 2 * stored * _chosen(plan, call) // len(matrices)
     return cell_of(kind, size, call_rows(plan, call, tokens), density)
 
