@@ -15,12 +15,15 @@ import numpy as np
 from compiler.contract.operations import GATED, LINEARS, SIGMOID_ORDERS
 from compiler.kernels.program import (
     ABSENT,
+    COLUMNS,
     DENSE,
     TILES,
+    UP_ROWS,
     W4_LAYOUTS,
     Act,
     ExpertAct,
     KvCache,
+    KvKind,
     NormKind,
     Op,
     RouteOrder,
@@ -48,16 +51,30 @@ def _image_u8(d: Draw) -> None:
 
 def _embed(d: Draw) -> None:
     rows, limit, cols = d.rows(), d.size(20), d.size()
-    table = d.weight(floats(d.rng, limit, cols))
+    table = _codes(d, limit, cols, (DENSE, "i8"))
     d.call(Op.EMBED, [d.index(rows, limit)], [d.y(rows, cols)], [table])
 
 
 def _matrix(d: Draw, op: Op, n: int, k: int) -> int:
     if op is Op.LINEAR:
-        return d.product(n, k, W4_LAYOUTS)
+        return d.product(n, k, (*W4_LAYOUTS, COLUMNS))
     if op is Op.LINEAR_W8:
         return d.weight(on_grid(n, k), "w8")
-    return d.weight(floats(d.rng, n, k))
+    return _codes(d, n, k, (DENSE, "i8"))
+
+
+def _codes(d: Draw, n: int, k: int, layouts: tuple[str, ...]) -> int:
+    """A matrix as it is, or on a grid per row and stored as codes."""
+    layout = d.pick(layouts)
+    if layout == DENSE:
+        return d.weight(d.normal(n, k, scale=k**-0.5))
+    top = 127 if layout == "i8" else 32767
+    codes = d.rng.integers(-top, top + 1, (n, k))
+    codes[:, 0] = top
+    scale = d.rng.uniform(0.5, 1.0, (n, 1)).astype(np.float32) / np.float32(top)
+    at = d.weight(codes.astype(np.float32) * scale)
+    d.weights[at] = replace(d.weights[at], layout=layout)
+    return at
 
 
 def _linear(op: Op) -> Generator:
@@ -113,7 +130,7 @@ def _attention(d: Draw) -> None:
     if mode in ("cache", "window"):
         params["kv_layer"] = d.size(2) - 1
         capacity = 3 * d.max_tokens + 30
-        d.kv = KvCache(2, groups, width, capacity)
+        d.kv = KvCache(2, groups, width, capacity, d.pick(KvKind))
     if mode == "window":
         params |= {"window": d.size(9), "sink": d.size(5) - 1}
     cuts = [[heads, groups, groups], [heads, 2 * groups], [heads + 2 * groups]]
@@ -224,26 +241,12 @@ def _softmax(d: Draw) -> None:
     d.call(Op.SOFTMAX, [d.x(rows, cols)], [d.y(rows, cols)])
 
 
-def _router(d: Draw, experts: int, width: int) -> int:
-    """A router matrix, as it is or as codes on a grid per row."""
-    layout = d.pick((DENSE, "i8", "i16"))
-    if layout == DENSE:
-        return d.weight(d.normal(experts, width, scale=width**-0.5))
-    top = 127 if layout == "i8" else 32767
-    codes = d.rng.integers(-top, top + 1, (experts, width))
-    codes[:, 0] = top
-    scale = d.rng.uniform(0.5, 1.0, (experts, 1)).astype(np.float32) / np.float32(top)
-    at = d.weight(codes.astype(np.float32) * scale)
-    d.weights[at] = replace(d.weights[at], layout=layout)
-    return at
-
-
 def _route(d: Draw) -> None:
     rows, width, order = d.rows(), d.size(100), d.pick(RouteOrder)
     groups, each = d.size(4), d.size(6)
     experts, params = groups * each, {"order": order, "scale": d.pick((0.0, 2.5))}
     taken = experts
-    weights = [_router(d, experts, width), d.maybe(experts)]
+    weights = [_codes(d, experts, width, (DENSE, "i8", "i16")), d.maybe(experts)]
     if order is RouteOrder.SPARSEMIXER:
         params["jitter"] = 0.2
     if order in SIGMOID_ORDERS:
@@ -268,12 +271,13 @@ def _chosen(experts: int, high: int) -> Fill:
 
 
 def _expert_weights(d: Draw, experts: int, width: int, hidden: int, act: ExpertAct) -> list[int]:
-    wide, layouts = hidden * (2 if act in GATED else 1), (DENSE, TILES)
+    wide = hidden * (2 if act in GATED else 1)
+    first = (DENSE, TILES, UP_ROWS) if act is ExpertAct.REGLU else (DENSE, TILES)
     weights = []
     for expert in range(experts):
         where = {"section": f"expert.L0.E{expert}"}
-        weights += [d.product(wide, width, layouts, **where)]
-        weights += [d.product(width, hidden, layouts, **where)]
+        weights += [d.product(wide, width, first, **where)]
+        weights += [d.product(width, hidden, (DENSE, TILES, COLUMNS), **where)]
     return weights
 
 
@@ -313,7 +317,7 @@ def _moe_layer(d: Draw) -> None:
     rows, width, hidden, experts = d.rows(), d.size(60), d.size(60), d.size(6)
     k, act, kind = min(d.size(4), experts), d.pick(ExpertAct), d.pick(NormKind)
     norm = [d.vector(width, offset=1.0), d.vector(width) if kind is NormKind.LAYER else ABSENT]
-    weights = [*norm, _router(d, experts, width), d.maybe(experts)]
+    weights = [*norm, _codes(d, experts, width, (DENSE, "i8", "i16")), d.maybe(experts)]
     weights += _expert_weights(d, experts, width, hidden, act)
     params = {"k": k, "order": d.pick(RouteOrder), "act": act, "kind": kind, "eps": 1e-5}
     outputs = [d.y(rows, width), d.y(rows, k, "i32"), d.y(rows, k)]
