@@ -1,7 +1,7 @@
 """Kernels beside the W4 products, against our own plain way or ONNX Runtime f32.
 
 Rows of `benchmarks.kernels`, which calls `op_claims`: attention over a cache of int8 codes against
-one of f32.
+one of f32, and an LSTM layer.
 """
 
 import statistics
@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from benchmarks import peers_f32
 from benchmarks.priority import uninterrupted
 from benchmarks.runner import Claim, interleaved
 from benchmarks.synthetic import CACHE
@@ -27,14 +28,19 @@ from compiler.kernels.program import (
     Module,
     Op,
     Program,
+    RecurrentKind,
     Weight,
 )
+from compiler.quant.module import pack_module
 
 ROUNDS: Final = 15
 MICROSECONDS: Final = 1e6
 CHUNK: Final = 64
 KV_SHAPES: Final = ((8, 8, 64, 1000, 1.05), (16, 4, 64, 4000, 1.3), (32, 8, 128, 8000, 1.8))
 """Heads, key heads, size of a head, cached rows, and how many times faster codes must be."""
+LSTM_SHAPES: Final = ((1, 128, (1.0, 1.1)), (100, 128, (None, 1.4)), (100, 512, (None, 2.5)))
+"""Steps, width, and the ratios to ONNX Runtime that f32 and four-bit weights must reach. Our
+f32 sums have one order on every machine; theirs are contracted."""
 Run = Callable[[], object]
 Port = tuple[int, int]
 
@@ -55,7 +61,7 @@ def medians(candidates: Mapping[str, Run]) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in runs.items()}
 
 
-def versus(name: str, ours: float, peer: str, theirs: float, bar: float, note: str) -> Claim:
+def versus(name: str, ours: float, peer: str, theirs: float, bar: float | None, note: str) -> Claim:
     """Return a claim that `ours` seconds are `bar` times fewer than `theirs`."""
     us, other = ours * MICROSECONDS, theirs * MICROSECONDS
     return Claim(name, us, "us", peer, "", other, theirs / ours, bar, "host", note)
@@ -142,6 +148,48 @@ def _decode(target: str, shape: tuple[int, int, int, int], kind: KvKind) -> Run:
     return step
 
 
+def _lstm(
+    target: str, steps: int, width: int, weights: tuple[np.ndarray, ...], linear: Op, cell: Op
+) -> Run:
+    """Return a run of both calls of an LSTM layer."""
+    w, r, bias = weights
+    sizes = ((steps, width), (steps, 4 * width), (steps, width), (1, width), (1, width))
+    buffers = tuple(Buffer(at, *size[:1], False, size[1], "f32") for at, size in enumerate(sizes))
+    kinds = ["w4" if op in (Op.LINEAR, Op.RECURRENT) else "f32" for op in (linear, cell)]
+    held = ((kinds[0], w), ("f32", bias), (kinds[1], r))
+    made = tuple(Weight(at, kind, a, "weights.shared") for at, (kind, a) in enumerate(held))
+    calls = (
+        Call(linear, (0,), (1,), (0, 1), {}),
+        Call(cell, (1,), (2, 3, 4), (2,), {"kind": RecurrentKind.LSTM}),
+    )
+    outputs = {"y": 2, "h": 3, "c": 4}
+    module = Module((Program("run", calls, {"x": 0}, outputs),), buffers, made, None, 1)
+    emitted = emit_plan(module, weights_packed=pack_module(module).packed)
+    kernels = build_kernels(find_target(target), (linear, cell), CACHE)
+    plan = NativePlan(kernels, emitted.plan_bytes, emitted.sections)
+    x = np.random.default_rng(5).standard_normal((steps, width)).astype(np.float32)
+    return lambda: plan.run("run", {"x": x.data})
+
+
+def lstm_claims(target: str) -> list[Claim]:
+    """Return an LSTM layer, step by step and over a sequence, against ONNX Runtime f32."""
+    claims = []
+    for steps, width, bar in LSTM_SHAPES:
+        weights = peers_f32.lstm_weights(width)
+        candidates = {
+            "f32": _lstm(target, steps, width, weights, Op.LINEAR_F32, Op.RECURRENT_F32),
+            "w4": _lstm(target, steps, width, weights, Op.LINEAR, Op.RECURRENT),
+            "peer": peers_f32.lstm(steps, width, weights),
+        }
+        found = medians(candidates)
+        for kind in ("f32", "w4"):
+            note = f"LSTM of {width}, {steps} steps, batch 1, 1 thread, {target}"
+            name = f"kernels.lstm.{kind}.{width}x{steps}"
+            wanted = bar[kind == "w4"]
+            claims.append(versus(name, found[kind], peers_f32.NAME, found["peer"], wanted, note))
+    return claims
+
+
 def op_claims(target: str) -> list[Claim]:
     """Return every row of this module, one group of candidates after another."""
-    return [*kv_claims(target)]
+    return [*kv_claims(target), *lstm_claims(target)]

@@ -27,6 +27,7 @@ from compiler.contract.operands import (
     vector,
 )
 from compiler.contract.operations import PARAMS, NormKind, Op
+from compiler.contract.recurrent_rules import recurrent
 from compiler.contract.reference_rules import REFERENCE_RULES
 
 __all__ = [
@@ -294,6 +295,7 @@ _KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"any": ("f32", "i32"), "router": ("f32", "i8", "i16"), "matrix": ("f32", "i8")}
 )
 _BINARY: Final = Rule(("f32", "f32?"), ("f32",), _binary, ("f32?",))
+_RECURRENT: Final = (("f32", "f32?", "f32?"), ("f32", "f32", "f32?"))
 _PAGES: Final = Rule((), (), moe_rules.pages, ("w4", "w4"), more_weights=4 * MAX_EXPERTS - 2)
 
 RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
@@ -344,6 +346,8 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
             ("f32", "f32?", "router", "f32?", "w4", "w4"),
             more_weights=2 * MAX_EXPERTS - 2,
         ),
+        Op.RECURRENT: Rule(*_RECURRENT, recurrent, ("w4", "f32?")),
+        Op.RECURRENT_F32: Rule(*_RECURRENT, recurrent, ("f32", "f32?")),
         Op.EXPERT_PREFETCH: _PAGES,
         Op.EXPERT_LOAD: _PAGES,
         **REFERENCE_RULES,

@@ -131,6 +131,14 @@ class Op(IntEnum):
     LINEAR_W8 = 30
     """As LINEAR with weight w8 (N, K), and no check: `y = residual + act(float(acc) * (step *
     xscale) + bias)` with `acc = sum((code - zero) * q)`, which K <= 8192 keeps within 31 bits."""
+    RECURRENT = 31
+    """x (S*B, G*H), [state (B, H)], [cell (B, H)]; weight w4 (G*H, H), [bias f32 (G*H)] ->
+    y (S*B, H), last state (B, H), [last cell (B, H)]: S steps of B rows, from the last to the first
+    if reverse; absent states are zero. kind = RecurrentKind, B = batch; x has what the step's input
+    gives to its G gates. With p = weight @ state + bias of a step and v = x + p, see the kinds.
+    Only LSTM has cells. A run-time number of rows needs batch 1."""
+    RECURRENT_F32 = 32
+    """As RECURRENT with weight f32; only here the kind may be GRU_RESET_BEFORE."""
     REF_MOVE = 128
     """Reference operations work on flat operands as their geometry, weight i32 0, says; the layout
     is in `compiler.contract.reference`. Sources are inputs or further weights, f32 or i32.
@@ -195,6 +203,29 @@ class UnaryKind(IntEnum):
     """As `ExpertAct.GELU`."""
     GELU_TANH = 9
     """As `ExpertAct.GELU_TANH`."""
+
+
+class RecurrentKind(IntEnum):
+    """A cell: the order of its gates and its new state h'."""
+
+    LSTM = 0
+    """i, o, f, c: `c' = sigmoid(f) * c + sigmoid(i) * tanh(c)`, `h' = sigmoid(o) * tanh(c')`."""
+    GRU = 1
+    """z, r, n: `n = tanh(x + sigmoid(r) * p)`, `h' = (1 - sigmoid(z)) * n + sigmoid(z) * h`."""
+    GRU_RESET_BEFORE = 2
+    """The same with `n = tanh(x + (weight @ (sigmoid(r) * h) + bias))`."""
+    RNN = 3
+    """`h' = tanh(v)`."""
+
+
+RECURRENT_GATES: Final = MappingProxyType(
+    {
+        RecurrentKind.LSTM: 4,
+        RecurrentKind.GRU: 3,
+        RecurrentKind.GRU_RESET_BEFORE: 3,
+        RecurrentKind.RNN: 1,
+    }
+)
 
 
 class RouteOrder(IntEnum):
@@ -371,6 +402,14 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
         ),
         Op.EXPERT_PREFETCH: (Param("biases", 0, 1, 0), Param("bytes", 0, MAX_DIM, 0)),
         Op.EXPERT_LOAD: (Param("biases", 0, 1, 0),),
+        **dict.fromkeys(
+            (Op.RECURRENT, Op.RECURRENT_F32),
+            (
+                Param("kind", 0, max(RecurrentKind)),
+                Param("batch", 1, MAX_DIM, 1),
+                Param("reverse", 0, 1, 0),
+            ),
+        ),
         Op.REF_MOVE: (Param("fill", 0, 1, 0), Param("value", -(1 << 31), (1 << 31) - 1, 0)),
         Op.REF_MAP: (
             Param("kind", 0, max(MapKind)),

@@ -16,6 +16,7 @@ from compiler.contract.operations import (
     ExpertEvent,
     NormKind,
     Op,
+    RecurrentKind,
     RouteOrder,
     UnaryKind,
 )
@@ -32,6 +33,7 @@ _ENUMS: Final[tuple[type[IntEnum], ...]] = (
     Act,
     NormKind,
     UnaryKind,
+    RecurrentKind,
     RouteOrder,
     ExpertAct,
     ExpertEvent,

@@ -28,6 +28,7 @@ from compiler.contract.operations import (
     ExpertAct,
     NormKind,
     Op,
+    RecurrentKind,
     RouteOrder,
     UnaryKind,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "Op",
     "Program",
     "ProgramError",
+    "RecurrentKind",
     "RouteOrder",
     "UnaryKind",
     "Weight",

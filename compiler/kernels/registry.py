@@ -97,6 +97,8 @@ def _specs() -> tuple[KernelSpec, ...]:
             tiled=True,
             uses=(Op.ROUTE, Op.EXPERTS),
         ),
+        KernelSpec(Op.RECURRENT, "templates/recurrent.c.in", scratch=True, tiled=True),
+        KernelSpec(Op.RECURRENT_F32, "templates/recurrent.c.in", scratch=True),
         KernelSpec(Op.EXPERT_PREFETCH, "templates/pages.c.in"),
         KernelSpec(Op.EXPERT_LOAD, "templates/pages.c.in"),
     )

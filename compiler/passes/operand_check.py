@@ -30,7 +30,7 @@ def weight_kinds(op: Op) -> tuple[str, ...]:
     match op:
         case Op.EXPERTS:
             return expert_kinds(biases=1)
-        case Op.LINEAR:
+        case Op.LINEAR | Op.RECURRENT:
             return "w4", "f32", "f32", "f32"
         case Op.LINEAR_W8:
             return "w8", "f32", "f32", "f32"

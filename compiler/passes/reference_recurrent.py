@@ -1,8 +1,9 @@
-"""Reference rows of LSTM, GRU and RNN: every time step unrolled into products and functions.
+"""Rows of LSTM, GRU and RNN: the recurrent kernel, or every time step as reference calls.
 
     X (T, B, I), W (D, G*H, I), R (D, G*H, H), [B (D, 2*G*H)]  ->  Y (T, D, B, H), Y_h (D, B, H)
 
-The input's product is one call for all steps of a direction; each step then adds the product of the
+Constant weights go to `recurrent_calls`. Others are unrolled into products and functions: the
+input's product is one call for all steps of a direction; each step then adds the product of the
 state. Left out: clipping, peepholes, activations other than the default ones, run-time lengths.
 """
 
@@ -16,6 +17,7 @@ import numpy as np
 from compiler.contract.reference import MapKind
 from compiler.dialects.sp import OnnxOp
 from compiler.passes.match import attr
+from compiler.passes.recurrent_calls import recurrent, weights_of
 from compiler.passes.reference_calls import ReferenceCalls, View
 from compiler.passes.reference_rows import Row, fixed, integer, operand
 
@@ -50,20 +52,22 @@ def _row(op: OnnxOp, r: ReferenceCalls) -> list[View]:
     if integer(op, "layout"):
         r.sel.refuse("its layout puts the batch first")
     directions = r.view(op.arguments[1]).shape[0]
-    if x.shape[0] * directions > MAX_STEPS:
-        r.sel.refuse(f"it has {x.shape[0]} steps, unrolled are at most {MAX_STEPS}")
     made = [_direction(op, r, x, at, (initial, cell)) for at in range(directions)]
-    steps = len(made[0][0])
-    hidden = made[0][1].shape[-1]
-    batch = x.shape[1]
-    pieces = [
-        (r.reshaped(view, (1, 1, batch, hidden)), (step, at, 0, 0))
-        for at, (outputs, _, _) in enumerate(made)
-        for step, view in enumerate(outputs)
-    ]
-    results = [r.moved((steps, directions, batch, hidden), pieces)]
+    hidden, (steps, batch, _) = made[0][1].shape[-1], x.shape
+    if directions == 1 and len(made[0][0]) == 1:
+        results = [r.reshaped(made[0][0][0], (steps, 1, batch, hidden))]
+    else:
+        pieces = [
+            (r.reshaped(view, (view.shape[0], 1, batch, hidden)), (step, at, 0, 0))
+            for at, (outputs, _, _) in enumerate(made)
+            for step, view in enumerate(outputs)
+        ]
+        results = [r.moved((steps, directions, batch, hidden), pieces)]
     for which in (1, 2)[: len(op.outputs) - 1]:
         ends = [(m[1], m[2])[which - 1] for m in made]
+        if directions == 1:
+            results.append(r.reshaped(ends[0], (1, batch, hidden)))
+            continue
         corners = [(r.reshaped(v, (1, batch, hidden)), (at, 0, 0)) for at, v in enumerate(ends)]
         results.append(r.moved((directions, batch, hidden), corners))
     return results[: len(op.outputs)]
@@ -86,8 +90,28 @@ def _check(op: OnnxOp, r: ReferenceCalls, kind: str) -> None:
 def _direction(
     op: OnnxOp, r: ReferenceCalls, x: View, at: int, start: tuple[View | None, View | None]
 ) -> tuple[list[View], View, View]:
-    """Return the state after every step in time order, the last state, the last cell."""
+    """Return the states (steps, B, H) in time order, whole or in parts, the last state and cell."""
+    backward = attr(op, "direction") == "reverse" or at == 1
+    fast = weights_of(op, r, at)
+    if fast is not None:
+        given = tuple(None if v is None else _initial(r, v, at, *v.shape[1:]) for v in start)
+        y, state, memory = recurrent(r, x, fast, (given[0], given[1]), backward=backward)
+        return [y], state, memory
+    return _unrolled(op, r, x, at, start, backward=backward)
+
+
+def _unrolled(
+    op: OnnxOp,
+    r: ReferenceCalls,
+    x: View,
+    at: int,
+    start: tuple[View | None, View | None],
+    *,
+    backward: bool,
+) -> tuple[list[View], View, View]:
     kind, (steps, batch, width) = op.op.data, x.shape
+    if steps > MAX_STEPS:
+        r.sel.refuse(f"it has {steps} steps, unrolled are at most {MAX_STEPS}")
     w, rec, bias = (operand(op, r, n) for n in (1, 2, 3))
     assert w is not None
     assert rec is not None
@@ -110,11 +134,10 @@ def _direction(
     inputs = inputs if cell.w_bias is None else r.map(_K.ADD, inputs, cell.w_bias)
     state, memory = (_initial(r, given, at, batch, hidden) for given in start)
     outputs: list[View] = []
-    backward = attr(op, "direction") == "reverse" or at == 1
     for step in reversed(range(steps)) if backward else range(steps):
         now = inputs.sliced(0, step * batch, batch)
         state, memory = _STEPS[kind](r, cell, now, state, memory)
-        outputs.append(state)
+        outputs.append(r.reshaped(state, (1, batch, hidden)))
     return outputs[::-1] if backward else outputs, state, memory
 
 

@@ -26,6 +26,7 @@ from compiler.simulator.pruning import (
     merged_tokens,
     weighted_scores,
 )
+from compiler.simulator.recurrent import recurrent, recurrent_f32
 from compiler.simulator.reference import REFERENCE
 from compiler.simulator.step import Cache, Results, Step, best, softmax_terms, taken
 
@@ -266,6 +267,8 @@ OPERATIONS: Final[Mapping[Op, Callable[[Step], Results]]] = MappingProxyType(
         Op.COLS_CONCAT: _cols_concat,
         Op.COLS_SLICE: _cols_slice,
         Op.MOE_LAYER: _moe_layer,
+        Op.RECURRENT: recurrent,
+        Op.RECURRENT_F32: recurrent_f32,
         Op.EXPERT_PREFETCH: moe.expert_prefetch,
         Op.EXPERT_LOAD: moe.expert_load,
         **REFERENCE,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from compiler.contract.operations import GATED
+from compiler.contract.operations import GATED, RECURRENT_GATES
 from compiler.kernels.program import (
     DENSE,
     W4_LAYOUTS,
@@ -16,6 +16,7 @@ from compiler.kernels.program import (
     Module,
     NormKind,
     Op,
+    RecurrentKind,
     RouteOrder,
     UnaryKind,
 )
@@ -354,7 +355,30 @@ def moves() -> list[OpCase]:
     ]  # fmt: skip
 
 
+def recurrent(
+    kind: RecurrentKind, batch: int, hidden: int, op: Op = Op.RECURRENT, *, reverse: bool = False,
+    start: bool = True, bias: bool = True,
+) -> OpCase:  # fmt: skip
+    """Return five steps of a batch, or as many as there are tokens if the batch is one."""
+    gates = RECURRENT_GATES[kind] * hidden
+    rows, cells = None if batch == 1 else 5 * batch, kind is RecurrentKind.LSTM
+    state = (batch, hidden if start else 0, "f32")
+    weight = w4(gates, hidden) if op is Op.RECURRENT else f32(gates, hidden)
+    return OpCase(
+        f"{op.name}-{kind.name}-{batch}-{hidden}{'-reverse' * reverse}{'-start' * start}",
+        op,
+        [(rows, gates, "f32"), state, (state[0], state[1] if cells else 0, "f32")],
+        [(rows, hidden, "f32"), *[(batch, hidden, "f32")] * (2 if cells else 1)],
+        [weight, f32(gates) if bias else None],
+        {"kind": kind, "batch": batch, "reverse": int(reverse)},
+    )
+
+
 CASES = [
+    *(recurrent(kind, 2, 24) for kind in RecurrentKind if kind != RecurrentKind.GRU_RESET_BEFORE),
+    *(recurrent(kind, 1, 13, Op.RECURRENT_F32, start=False) for kind in RecurrentKind),
+    *(recurrent(kind, 3, 40, Op.RECURRENT_F32, reverse=True) for kind in RecurrentKind),
+    recurrent(RecurrentKind.LSTM, 1, 130, bias=False),
     *(linear(n, k) for n, k in ((1, 1), (16, 32), (17, 33), (24, 8), (96, 128), (50, 500))),
     linear(40, 72, act=Act.RELU, bias=True),
     linear(40, 72, act=Act.SILU, bias=True, residual=True),
@@ -421,7 +445,7 @@ def test_it_stays_near_the_mathematics(case: OpCase) -> None:
     for role, array in got.items():
         difference = np.abs(array.astype(np.float64) - exact[role]).max()
         size = np.abs(exact[role]).max() + 1e-3
-        quantised = case.op in (Op.LINEAR, Op.LINEAR_W8, Op.EXPERTS)
+        quantised = case.op in (Op.LINEAR, Op.LINEAR_W8, Op.EXPERTS, Op.RECURRENT)
         assert difference <= size * (0.35 if quantised else 2e-5)
 
 

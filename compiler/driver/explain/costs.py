@@ -283,6 +283,8 @@ _RULES: Final[Mapping[Op, Callable[[ProgramCosts, PlanCall], CallCost]]] = Mappi
         Op.LINEAR_F32: _matrix,
         Op.LINEAR_W8: _matrix,
         Op.CONV2D: _matrix,
+        Op.RECURRENT: _matrix,
+        Op.RECURRENT_F32: _matrix,
         Op.ATTENTION: _attention,
         Op.ATTENTION_ROW: _scores,
         Op.ATTENTION_SCORE: _scores,
