@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from compiler.contract.operations import GATED, LINEARS, SIGMOID_ORDERS
+from compiler.contract.operations import GATED, LINEARS, RECURRENT_GATES, SIGMOID_ORDERS
 from compiler.kernels.program import (
     ABSENT,
     COLUMNS,
@@ -26,6 +26,7 @@ from compiler.kernels.program import (
     KvKind,
     NormKind,
     Op,
+    RecurrentKind,
     RouteOrder,
     UnaryKind,
     validate_module,
@@ -326,6 +327,24 @@ def _moe_layer(d: Draw) -> None:
     d.call(Op.MOE_LAYER, [x], outputs, weights, **params, residual=int(d.chance()))
 
 
+def _recurrent(op: Op) -> Generator:
+    kinds = [k for k in RecurrentKind if op is Op.RECURRENT_F32 or "BEFORE" not in k.name]
+
+    def generate(d: Draw) -> None:
+        kind, hidden, batch = d.pick(kinds), d.size(60), d.size(3)
+        rows = None if d.chance(0.3) else batch * d.size(6)
+        batch, wide = 1 if rows is None else batch, RECURRENT_GATES[kind] * hidden
+        states = 2 if kind is RecurrentKind.LSTM else 1
+        inputs = [d.x(rows, wide)]
+        inputs += [d.x(batch, hidden) if d.chance() else ABSENT for _ in range(states)]
+        weight = d.product(wide, hidden) if op is Op.RECURRENT else d.weight(d.sparse(wide, hidden))
+        outputs = [d.y(rows, hidden), *(d.y(batch, hidden) for _ in range(states))]
+        params = {"kind": kind, "batch": batch, "reverse": int(d.chance())}
+        d.call(op, inputs, outputs, [weight, d.maybe(wide)], **params)
+
+    return generate
+
+
 def _argmax(d: Draw) -> None:
     d.call(Op.ARGMAX, [d.x(1, d.size(300))], [d.y(1, 1, "i32")])
 
@@ -371,6 +390,7 @@ GENERATORS: Final[Mapping[Op, Generator]] = MappingProxyType(
         Op.ROUTE: _route,
         Op.EXPERTS: _experts,
         Op.ARGMAX: _argmax,
+        **{op: _recurrent(op) for op in (Op.RECURRENT, Op.RECURRENT_F32)},
         Op.GATHER_ROWS: _gather_rows,
         Op.COLS_CONCAT: _cols_concat,
         Op.COLS_SLICE: _cols_slice,
