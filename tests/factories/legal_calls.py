@@ -98,31 +98,6 @@ def _linear(op: Op) -> Generator:
     return generate
 
 
-def _recurrent(op: Op) -> Generator:
-    def generate(d: Draw) -> None:
-        kinds = [
-            kind
-            for kind in RecurrentKind
-            if op is Op.RECURRENT_F32 or kind is not RecurrentKind.GRU_RESET_BEFORE
-        ]
-        kind, hidden, rows = d.pick(kinds), d.size(60), d.rows()
-        batch = 1 if rows is None else d.size(3)
-        rows = None if rows is None else rows * batch
-        gates = RECURRENT_GATES[kind] * hidden
-        weight = d.normal(gates, hidden, scale=hidden**-0.5)
-        states = 2 if kind is RecurrentKind.LSTM else 1
-        inputs = [
-            d.x(rows, gates),
-            *(d.x(batch, hidden) for _ in range(states if d.chance() else 0)),
-        ]
-        results = [d.y(rows, hidden), *(d.y(batch, hidden) for _ in range(states))]
-        weights = [d.weight(weight, "w4" if op is Op.RECURRENT else "f32"), d.maybe(gates)]
-        params = {"kind": kind, "batch": batch, "reverse": int(d.chance())}
-        d.call(op, inputs, results, weights, **params)
-
-    return generate
-
-
 def _few_groups(rng: np.random.Generator, rows: int, cols: int) -> Array:
     return floats(rng, rows, cols) * (rng.random(-(-cols // 32)) < 0.3)[np.arange(cols) // 32]
 
@@ -424,7 +399,6 @@ GENERATORS: Final[Mapping[Op, Generator]] = MappingProxyType(
         Op.MOE_LAYER: _moe_layer,
         Op.EXPERT_PREFETCH: _expert_prefetch,
         Op.EXPERT_LOAD: _expert_load,
-        **{op: _recurrent(op) for op in (Op.RECURRENT, Op.RECURRENT_F32)},
         **REFERENCE,
     }
 )
