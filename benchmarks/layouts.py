@@ -24,6 +24,7 @@ from benchmarks.runner import Claim, main
 from compiler.analysis.checks import checked_groups
 from compiler.analysis.cost import ZeroCount, choose, count_zeros
 from compiler.contract.native import NativePlan
+from compiler.contract.plan_format import PANEL
 from compiler.driver.native_check import host_target
 from compiler.emitters.backends import build_kernels
 from compiler.emitters.plan import emit_plan
@@ -47,13 +48,14 @@ FITTED = (
     *(("tiles", density) for density in (1.0, 0.7, 0.4, 0.2, 0.08)),
     *(("blocks", density) for density in (0.5, 0.25, 0.1, 0.03)),
     *(("elements", density) for density in (0.3, 0.12, 0.05, 0.02, 0.005, 0.0005)),
+    ("2:4 of panels", 0.5),
 )
 HELD_OUT_SHAPES = ((192, 320), (640, 384), (2048, 512), (768, 1536), (3000, 700))
 HELD_OUT = (
     *(("tiles", density) for density in (0.55, 0.3, 0.12)),
     *(("blocks", density) for density in (0.35, 0.15, 0.06)),
     *(("elements", density) for density in (0.2, 0.08, 0.03, 0.01, 0.001)),
-    *(("2:4", 0.5), ("1:16", 0.0625)),
+    *(("2:4", 0.5), ("1:16", 0.0625), ("2:4 of panels", 0.5)),
 )
 MOST_STORED = {CSR: 0.06, COO: 0.06, ELL: 0.6}
 """Shares of elements or blocks beyond which a layout is not fitted."""
@@ -95,12 +97,18 @@ def _of_m(random: np.random.Generator, n: int, k: int, density: float) -> np.nda
     return (order < kept).reshape(n, -1)[:, :k]
 
 
+def _of_panels(random: np.random.Generator, n: int, k: int, density: float) -> np.ndarray:
+    """Return 2 of every 4 columns, alike in the 16 rows of a panel."""
+    return np.repeat(_of_m(random, -(-n // PANEL), k, density), PANEL, axis=0)[:n]
+
+
 PATTERNS: Mapping[str, Callable[..., np.ndarray]] = {
     "tiles": _blocks(16, 32),
     "blocks": _blocks(32, 4),
     "elements": _blocks(1, 1),
     "2:4": _of_m,
     "1:16": _of_m,
+    "2:4 of panels": _of_panels,
 }
 
 

@@ -6,18 +6,20 @@ sum of terms, linear so that it can be fitted, with coefficients of its own per 
     dense, tiles   bytes | rows * tiles * 512 | rows * K | rows * N | [tiled] rows * tiles | 1
     csr, coo       single * elements | wide * elements | rows * K | single * N | wide * N | 1
     blocked ELL    rows * blocks | pairs * blocks | rows * K | rows * N | 1
+    nm             bytes | rows * halves | rows * K | rows * N | 1
 
-bytes: stored bytes, read once; tiles: stored 16 x 32 tiles; rows: activation rows; single, wide,
+bytes: stored bytes, read once; tiles: stored 16 x 32 tiles, halves: such tiles of which half is stored; rows: activation rows; single, wide,
 pairs: how often a kernel goes over the weight with one, eight or two rows. Coefficients are not
 negative: least squares of the relative error under that condition (Lawson and Hanson, Solving
 Least Squares Problems, 1974, chapter 23) over `layout_points.POINTS`.
 
 2:4 per row is priced in bytes and never emitted: choosing activations per row costs what the halved
-multiplication saves.
+multiplication saves. Shared by the 16 rows of a panel it is the layout `nm<2,4,16>`, which takes any 8
+of 16 columns and is chosen only where it is predicted to be `LEAST_GAIN` times as fast as dense.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -35,7 +37,7 @@ from compiler.contract.elements import (
     stored_bytes,
     workspace_bytes,
 )
-from compiler.contract.plan_format import Kind
+from compiler.contract.plan_format import Kind, weight_bytes
 from compiler.contract.tiles import GROUP, MAX_GROUPS, PANEL, TILE_BYTES, tile_bytes
 
 Array = NDArray[Any]
@@ -45,7 +47,8 @@ CSR: Final = "csr"
 COO: Final = "coo"
 ELL: Final = "blocked_ell<32,4>"
 N_OF_M: Final = "structured[2,4]"
-EMITTED: Final = (DENSE, TILES, CSR, COO, ELL)
+NM: Final = "nm<2,4,16>"
+EMITTED: Final = (DENSE, TILES, CSR, COO, ELL, NM)
 """Layouts that kernels read, as `compiler.kernels.program.W4_LAYOUTS` calls them."""
 KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
     {
@@ -54,15 +57,19 @@ KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
         CSR: Kind.W4_CSR,
         COO: Kind.W4_COO,
         ELL: Kind.W4_ELL,
+        NM: Kind.W4_NM,
     }
 )
 BLOCKS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
-    {TILES: (PANEL, GROUP), CSR: (1, 1), COO: (1, 1), ELL: (ELL_ROWS, ELL_COLS)}
+    {TILES: (PANEL, GROUP), CSR: (1, 1), COO: (1, 1), ELL: (ELL_ROWS, ELL_COLS), NM: (PANEL, 1)}
 )
 """What a layout stores or leaves out as a whole: rows and columns."""
+LEAST_GAIN: Final = 1.15
+HALF: Final = 16
+KEPT: Final = 8
 LANES: Final = 8
 _FEWEST_WIDE: Final = 3
-_FAMILIES: Final[Mapping[str, str]] = MappingProxyType({DENSE: TILES, ELL: "ell"})
+_FAMILIES: Final[Mapping[str, str]] = MappingProxyType({DENSE: TILES, ELL: "ell", NM: "nm"})
 
 
 class ZeroCount(NamedTuple):
@@ -75,6 +82,7 @@ class ZeroCount(NamedTuple):
         rows: N, of all matrices if there are several.
         cols: K.
         is_2_of_4: Whether at most two of every four neighbours of a row are not zero.
+        is_nm: Whether every panel of 16 rows needs at most 8 of every 16 columns.
     """
 
     live: int
@@ -86,17 +94,20 @@ class ZeroCount(NamedTuple):
     rows: int
     cols: int
     is_2_of_4: bool = False
+    is_nm: bool = False
 
     @property
     def units(self) -> Mapping[str, int]:
         """How many tiles, elements or blocks each layout stores."""
-        counts = (self.tiles, self.live, self.nonzero, self.nonzero, self.blocks)
+        columns = self.tiles * GROUP // (1 + self.is_nm)
+        counts = (self.tiles, self.live, self.nonzero, self.nonzero, self.blocks, columns)
         return dict(zip(EMITTED, counts, strict=True))
 
     @property
     def most(self) -> Mapping[str, int]:
         """How many there are."""
-        counts = (self.tiles, self.tiles, self.elements, self.elements, self.all_blocks)
+        columns = self.tiles * GROUP
+        counts = (self.tiles, self.tiles, self.elements, self.elements, self.all_blocks, columns)
         return dict(zip(EMITTED, counts, strict=True))
 
 
@@ -124,6 +135,7 @@ def count_zeros(array: Array) -> ZeroCount:
     filled = array != 0
     tiles = _blocks(filled, PANEL, GROUP)
     small = _blocks(filled, ELL_ROWS, ELL_COLS)
+    columns = _blocks(_padded(filled, PANEL, GROUP), PANEL, 1).reshape(-1, HALF)
     return ZeroCount(
         live=int(tiles.sum()),
         tiles=tiles.size,
@@ -134,6 +146,7 @@ def count_zeros(array: Array) -> ZeroCount:
         rows=rows,
         cols=cols,
         is_2_of_4=bool((_padded(filled, 1, 4).reshape(-1, 4).sum(axis=1) <= 2).all()),
+        is_nm=bool((columns.sum(axis=1) <= KEPT).all()),
     )
 
 
@@ -152,6 +165,7 @@ def cost_table(
         readable: The layouts that the kernels of all those products read.
     """
     table = [_row(layout, count, rows, budget_bytes, readable) for layout in EMITTED]
+    table[-1] = _worthwhile(table[-1], table[0])
     if count.is_2_of_4:
         codes = count.elements * 3 // 8
         stored = codes + -(-count.rows // PANEL) * PANEL * (-(-count.cols // GROUP) + 4)
@@ -193,11 +207,21 @@ def _row(
     return LayoutCost(layout, _stored_bytes(layout, count), workspace, spent, reason)
 
 
+def _worthwhile(row: LayoutCost, dense: LayoutCost) -> LayoutCost:
+    """Refuse a layout whose gain over dense could be an error of the model."""
+    gain = (dense.microseconds or 0.0) / (row.microseconds or 1.0)
+    if row.refused or gain >= LEAST_GAIN:
+        return row
+    return replace(row, refused=f"{gain:.2f} times as fast as dense, at least {LEAST_GAIN} pay")
+
+
 def _reason(layout: str, count: ZeroCount) -> str:
     """Return why a weight cannot be stored so, or nothing."""
     if layout == DENSE:
         return ""
     units = count.units[layout]
+    if layout == NM and not count.is_nm:
+        return f"some panel of {PANEL} rows needs more than {KEPT} of {HALF} columns"
     if units == count.most[layout] or not count.nonzero:
         return "nothing is left out" if units else "nothing is stored"
     if layout == TILES and count.cols > MAX_GROUPS * GROUP:
@@ -213,6 +237,8 @@ def _stored_bytes(layout: str, count: ZeroCount) -> int:
         return units * (TILE_BYTES + PANEL) + -(-count.rows // PANEL) * PANEL * 4
     if layout == TILES:
         return tile_bytes(count.rows, units)
+    if layout == NM:
+        return weight_bytes(Kind.W4_NM, count.rows, count.cols)
     if layout == ELL:
         return stored_bytes(Kind.W4_ELL, count.rows, units // -(-count.rows // ELL_ROWS))
     return stored_bytes(KINDS[layout], count.rows, units)
@@ -226,7 +252,7 @@ def predict(layout: str, rows: int, count: ZeroCount) -> float:
 
 @cache
 def coefficients(family: str) -> Array:
-    """Return the coefficients of a family: `tiles` (dense too), `csr`, `coo` or `ell`."""
+    """Return the coefficients of a family: `tiles` (dense too), `csr`, `coo`, `ell` or `nm`."""
     points = [point for point in POINTS if _FAMILIES.get(point[0], point[0]) == family]
     terms = [_terms(*point[:5]) / point[5] for point in points]
     return nonnegative_least_squares(np.array(terms), np.ones(len(terms)))
@@ -237,6 +263,10 @@ def _terms(layout: str, rows: int, n: int, k: int, units: int) -> Array:
         index = rows * units if layout == TILES else 0
         stored = units * (TILE_BYTES + PANEL)
         terms = [stored, rows * units * PANEL * GROUP, rows * k, rows * n, index, 1]
+    elif layout == NM:
+        halves = units * 2 // GROUP
+        stored = halves * (TILE_BYTES // 2 + PANEL + KEPT)
+        terms = [stored, rows * halves, rows * k, rows * n, 1]
     elif layout == ELL:
         terms = [rows * units, -(-rows // 2) * units, rows * k, rows * n, 1]
     else:

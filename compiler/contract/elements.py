@@ -29,6 +29,8 @@ ELL_BYTES: Final = ELL_ROWS * ELL_COLS // 2
 MAX_COO_ROWS: Final = 1 << 16
 ELEMENT_KINDS: Final = frozenset({Kind.W4_CSR, Kind.W4_COO})
 SMALL_KINDS: Final = frozenset({*ELEMENT_KINDS, Kind.W4_ELL})
+LINEAR_KINDS: Final = frozenset({*SMALL_KINDS, Kind.W4_NM})
+"""What only LINEAR reads, as its weight 0."""
 WORKSPACE_BUDGET_BYTES: Final = 2 * 1024 * 1024
 """What a layout may need beside its operands, if nobody says otherwise."""
 _PANEL: Final = 16

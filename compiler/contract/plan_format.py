@@ -72,6 +72,9 @@ class Kind(IntEnum):
     W8 = 10
     """Panel 16: codes u8, then row steps f32, then row zeros u8, each at a multiple of ALIGNMENT;
     the value is `(code - zero) * step`."""
+    W4_NM = 11
+    """W4 of which every panel keeps 8 of 16 columns: codes, scales, row scales, index; see
+    `compiler.emitters.nm`."""
     W4_UP_ROWS = 12
     """Gate rows in panels, up rows one by one; this and what follows: `contract.neurons`."""
     W4_COLUMNS = 13
@@ -194,6 +197,7 @@ KIND_NAMES: Final = {
     Kind.W4_UP_ROWS: "w4",
     Kind.W4_COLUMNS: "w4",
     Kind.W8: "w8",
+    Kind.W4_NM: "w4",
 }
 CODE_BYTES: Final = {Kind.I8_ROWS: 1, Kind.I16_ROWS: 2}
 
@@ -206,9 +210,9 @@ def align(value: int, to: int = ALIGNMENT) -> int:
 def weight_parts(kind: Kind, rows: int, cols: int) -> tuple[tuple[int, int], ...]:
     """Return (offset, length) in bytes of each stored array of a weight, relative to its start.
 
-    W4 has three: codes, scales, row scales. W8 has three: codes, row steps, row zeros. Rows of
-    codes have two, codes and steps. Weights of single neurons have what `contract.neurons` says;
-    others one.
+    W4 has three: codes, scales, row scales; W4_NM an index besides. W8 has three: codes, row steps,
+    row zeros. Rows of codes have two, codes and steps. Weights of single neurons have what
+    `contract.neurons` says; others one.
     """
     if kind is Kind.W4:
         panels, groups = -(-rows // PANEL), -(-cols // GROUP)
@@ -223,6 +227,16 @@ def weight_parts(kind: Kind, rows: int, cols: int) -> tuple[tuple[int, int], ...
         return consecutive(up_rows_lengths(rows, cols))
     if kind is Kind.W4_COLUMNS:
         return consecutive(columns_lengths(rows, cols))
+    if kind is Kind.W4_NM:
+        panels, groups = -(-rows // PANEL), -(-cols // GROUP)
+        halves, scales = panels * groups * PANEL * GROUP // 4, align(panels * groups * PANEL)
+        at_rows = halves + scales
+        return (
+            (0, halves),
+            (halves, panels * groups * PANEL),
+            (at_rows, panels * PANEL * 4),
+            (at_rows + panels * PANEL * 4, panels * groups * 8),
+        )
     if kind is Kind.W8:
         panels = -(-rows // PANEL)
         codes, steps = panels * PANEL * align(cols, GROUP), panels * PANEL * 4

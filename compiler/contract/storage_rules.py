@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from compiler.contract.elements import SMALL_KINDS
+from compiler.contract.elements import LINEAR_KINDS
 from compiler.contract.expert_pages import PAGE_OPS, first_expert_weight
 from compiler.contract.moe_rules import expert_kinds
 from compiler.contract.operations import ExpertAct, Op
@@ -24,7 +24,7 @@ def may_read(op: Op, at: int, kind: Kind, params: Mapping[str, int | float]) -> 
         kind: How the weight is stored.
         params: All parameters of the call.
     """
-    if kind in SMALL_KINDS:
+    if kind in LINEAR_KINDS:
         return op is Op.LINEAR and at == 0
     if kind not in NEURON_KINDS:
         return True

@@ -35,6 +35,7 @@ _MODULE_KINDS: Final = {
     Kind.I8_ROWS: "f32",
     Kind.I16_ROWS: "f32",
     Kind.W8: "w8",
+    Kind.W4_NM: "w4",
 }
 _LAYOUTS: Final = {Kind.I8_ROWS: I8, Kind.I16_ROWS: I16}
 

@@ -175,7 +175,7 @@ def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
     if Op.LINEAR_W8 in ops:
         found += [w8_part(tile).template, registry.W8_TEMPLATE]
     if Op.LINEAR in ops:
-        found.append(registry.STORED_TEMPLATE)
+        found += [registry.STORED_TEMPLATE, registry.NM_TEMPLATE]
     if registry.SKIP_USERS.intersection(ops):
         found.append(registry.SKIP_TEMPLATE)
     if any(spec.is_reference for spec in specs):

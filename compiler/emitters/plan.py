@@ -39,6 +39,7 @@ from compiler.contract.tiles import live_tiles, tile_parts
 from compiler.emitters.elements import pack_elements, unpack_elements
 from compiler.emitters.memory import MemoryPlan, buffer_bytes, plan_memory
 from compiler.emitters.neurons import pack_neurons, unpack_neurons
+from compiler.emitters.nm import pack_nm, unpack_nm
 from compiler.emitters.tiles import pack_tiles, unpack_tiles
 from compiler.kernels.program import (
     ABSENT,
@@ -46,6 +47,7 @@ from compiler.kernels.program import (
     COO,
     CSR,
     ELL,
+    NM,
     TILES,
     UP_ROWS,
     Call,
@@ -75,6 +77,7 @@ _PLANE_KINDS: Mapping[Kind, tuple[str, ...]] = {
     Kind.W4_UP_ROWS: ("codes4", "scales8", "raw", "f32"),
     Kind.W4_COLUMNS: ("codes4", "scales8", "f32"),
     Kind.W8: ("scales8", "f32", "scales8"),
+    Kind.W4_NM: ("codes4", "scales8", "f32", "raw"),
 }
 _ROW_KINDS: Mapping[str, Kind] = {I8: Kind.I8_ROWS, I16: Kind.I16_ROWS}
 _NEURON_LAYOUTS: Mapping[str, Kind] = {UP_ROWS: Kind.W4_UP_ROWS, COLUMNS: Kind.W4_COLUMNS}
@@ -158,12 +161,15 @@ def read_packed(plan: Plan, sections: Mapping[str, bytes]) -> dict[int, PackedW4
             data = sections[plan.sections[weight.section].name]
             stored = data[weight.offset : weight.offset + weight.length]
             found[number] = unpack_neurons(weight.kind, weight.rows, weight.cols, stored)
-        if weight.kind is Kind.W4:
+        if weight.kind in (Kind.W4, Kind.W4_NM):
             data = sections[plan.sections[weight.section].name]
-            parts = (
+            parts = tuple(
                 data[weight.offset + at : weight.offset + at + length]
                 for at, length in weight_parts(weight.kind, weight.rows, weight.cols)
             )
+            if weight.kind is Kind.W4_NM:
+                found[number] = unpack_nm(weight.rows, weight.cols, parts)
+                continue
             codes, scales, rows = parts
             found[number] = PackedW4(weight.rows, weight.cols, codes, scales, rows)
     return found
@@ -216,6 +222,9 @@ def _stored(
         tiles = pack_tiles(found) if weight.layout == TILES else None
         if tiles is not None:
             return Kind.W4_TILES, tiles
+        halves = pack_nm(found) if weight.layout == NM else None
+        if halves is not None:
+            return Kind.W4_NM, halves
         small = _SMALL_LAYOUTS.get(weight.layout)
         elements = pack_elements(found, small) if small is not None else None
         if small is not None and elements is not None:

@@ -2,7 +2,8 @@
 
 Reference kernels are `ref_<op>_flat_any_1x1__portable`: the same C for every target, without tiles.
 MR activation rows times NR weight rows are computed at once. `rm` = row-major, `p16` = panel 16;
-`csr`, `coo` and `ell` store elements or blocks, `uprows` and `columns` single neurons.
+`csr`, `coo` and `ell` store elements or blocks, `nm` half of the columns of a panel, `uprows` and
+`columns` single neurons.
 The name describes a rendered instance in reports and in the header of the rendered file; inside a
 library every kernel is `sf_<op>`, because a library holds one instance of each.
 """
@@ -33,6 +34,8 @@ def kernel_name(op: Op, tile: TileSpec, kinds: Iterable[Kind] = ()) -> str:
     if small is not None:
         layout, sizes = _SMALL[small]
         return f"sf_{op_name}_{layout}_w4_{sizes}__{tile.isa}"
+    if Kind.W4_NM in kinds:
+        return f"sf_{op_name}_nm_w4_{tile.rows}x16__{tile.isa}"
     if op is Op.LINEAR_W8:
         part = w8_part(tile)
         return f"sf_linear_p16_w8_{part.rows}x{part.columns}__{tile.isa}"

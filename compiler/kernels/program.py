@@ -43,6 +43,7 @@ __all__ = [
     "DENSE",
     "ELL",
     "NEURON_LAYOUTS",
+    "NM",
     "PARAMS",
     "SHARED_SECTION",
     "TILES",
@@ -78,8 +79,9 @@ COO: Final = "coo"
 ELL: Final = "blocked_ell<32,4>"
 UP_ROWS: Final = "up_rows"
 COLUMNS: Final = "columns"
-W4_LAYOUTS: Final = (DENSE, TILES, CSR, COO, ELL)
-"""What may be left out of a W4 weight that has zeros; the last three only as weight 0 of LINEAR."""
+NM: Final = "nm<2,4,16>"
+W4_LAYOUTS: Final = (DENSE, TILES, CSR, COO, ELL, NM)
+"""What may be left out of a W4 weight that has zeros; the last four only as weight 0 of LINEAR."""
 NEURON_LAYOUTS: Final = (UP_ROWS, COLUMNS)
 """How a W4 weight is stored whose operand has zeros: up_rows as the first matrix of an expert with
 reglu, columns as the second one of any expert or as weight 0 of LINEAR."""

@@ -17,6 +17,7 @@ W8_TEMPLATE: Final = "templates/w8.c.in"
 STORED_TEMPLATE: Final = "templates/stored.c.in"
 SKIP_TEMPLATE: Final = "templates/skip.c.in"
 SKIP_USERS: Final = frozenset({Op.LINEAR, Op.EXPERTS})
+NM_TEMPLATE: Final = "templates/nm.c.in"
 REFERENCE_TEMPLATES: Final = ("templates/ref_common.c.in", "templates/ref_functions.c.in")
 
 

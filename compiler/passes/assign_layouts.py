@@ -181,5 +181,6 @@ def _count(weights: Iterable[SSAValue], ctx: PassContext) -> ZeroCount | None:
         rows=sum(count.rows for count in counts),
         cols=max(count.cols for count in counts),
         is_2_of_4=all(count.is_2_of_4 for count in counts),
+        is_nm=all(count.is_nm for count in counts),
     )
     return total if total.nonzero < MOST_NONZERO * total.elements else None

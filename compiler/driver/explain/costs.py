@@ -195,6 +195,8 @@ def _stored_elements(matrix: PlanWeight) -> int | None:
     if matrix.kind is Kind.W4_TILES:
         live = live_tiles(rows, cols, length)
         return min(rows * cols, (live or 0) * TILE_ELEMENTS)
+    if matrix.kind is Kind.W4_NM:
+        return -(-rows * cols // 2)
     if matrix.kind not in SMALL_KINDS:
         return None
     count = stored_count(matrix.kind, rows, cols, length) or 0

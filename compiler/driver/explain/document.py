@@ -39,6 +39,7 @@ _LAYOUTS: Final[Mapping[Kind, str]] = {
     Kind.W4_UP_ROWS: "gate rows in panels, up rows one by one, 4-bit codes",
     Kind.W4_COLUMNS: "columns one by one, 4-bit codes",
     Kind.W8: "panels of 16 rows, 8-bit codes, a step and a zero per row",
+    Kind.W4_NM: "panels of 16 rows, 8 of every 16 columns, 4-bit codes, groups of 32",
 }
 
 
