@@ -8,14 +8,14 @@ sum of terms, linear so that it can be fitted, with coefficients of its own per 
     blocked ELL    rows * blocks | pairs * blocks | rows * K | rows * N | 1
     nm             bytes | rows * halves | rows * K | rows * N | 1
 
-bytes: stored bytes, read once; tiles: stored 16 x 32 tiles, halves: such tiles of which half is stored; rows: activation rows; single, wide,
-pairs: how often a kernel goes over the weight with one, eight or two rows. Coefficients are not
-negative: least squares of the relative error under that condition (Lawson and Hanson, Solving
-Least Squares Problems, 1974, chapter 23) over `layout_points.POINTS`.
+bytes: stored bytes, read once; tiles: stored 16 x 32 tiles; halves: tiles of which half is stored;
+rows: activation rows; single, wide, pairs: how often a kernel goes over the weight with one, eight
+or two rows. Coefficients are not negative: least squares of the relative error under that condition
+(Lawson and Hanson, Solving Least Squares Problems, 1974, chapter 23) over `layout_points.POINTS`.
 
 2:4 per row is priced in bytes and never emitted: choosing activations per row costs what the halved
-multiplication saves. Shared by the 16 rows of a panel it is the layout `nm<2,4,16>`, which takes any 8
-of 16 columns and is chosen only where it is predicted to be `LEAST_GAIN` times as fast as dense.
+multiplication saves. Shared by the 16 rows of a panel it is the layout `nm<2,4,16>`, which takes
+any 8 of 16 columns; it may be chosen only where the model says `LEAST_GAIN` times as fast as dense.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -221,7 +221,7 @@ def _reason(layout: str, count: ZeroCount) -> str:
         return ""
     units = count.units[layout]
     if layout == NM and not count.is_nm:
-        return f"some panel of {PANEL} rows needs more than {KEPT} of {HALF} columns"
+        return f"nothing is left out: a panel of {PANEL} rows needs {KEPT + 1} of {HALF} columns"
     if units == count.most[layout] or not count.nonzero:
         return "nothing is left out" if units else "nothing is stored"
     if layout == TILES and count.cols > MAX_GROUPS * GROUP:

@@ -33,7 +33,7 @@ from xdsl.utils.exceptions import VerifyException
 from compiler.dialects.properties import integer, integers, real, require
 from compiler.dialects.types import Tensor, shape_of
 
-LAYOUTS: Final = ("tiles", "csr", "coo", "blocked_ell<32,4>")
+LAYOUTS: Final = ("tiles", "csr", "coo", "blocked_ell<32,4>", "nm<2,4,16>")
 
 
 @irdl_attr_definition

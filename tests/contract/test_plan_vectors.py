@@ -105,7 +105,7 @@ def test_it_keeps_its_numbers() -> None:
     assert [int(op) for op in Op if op >= 128] == list(range(128, 140))
     assert [kind.name for kind in Kind] == [
         *("W4", "F32", "I32", "F32_TAPS", "W4_TILES", "I8_ROWS", "I16_ROWS"),
-        *("W4_CSR", "W4_COO", "W4_ELL", "W8", "W4_UP_ROWS", "W4_COLUMNS"),
+        *("W4_CSR", "W4_COO", "W4_ELL", "W8", "W4_NM", "W4_UP_ROWS", "W4_COLUMNS"),
     ]
     assert [dtype.name for dtype in DType] == ["F32", "I32", "U8"]
     assert (Status.OK, Status.CONTEXT_FULL, Status.NOT_FINITE) == (0, 6, 10)

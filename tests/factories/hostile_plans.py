@@ -20,13 +20,15 @@ from compiler.contract.native import NativePlan
 from compiler.contract.operations import RouteOrder
 from compiler.contract.plan import Plan, PlanProgram
 from compiler.contract.plan_format import Direction, DType
-from compiler.kernels.program import COO, CSR, ELL, TILES
+from compiler.kernels.program import COO, CSR, ELL, NM, TILES
 from tests.factories.checked_kernels import GuardedMemory
 from tests.factories.kernels import Case, library, native_targets
 from tests.factories.modules import small_decoder
 from tests.factories.w8 import product
 from tests.integration.test_native_checks import checked
 from tests.integration.test_native_elements import linear, pruned
+from tests.integration.test_native_nm import linear as nm_linear
+from tests.integration.test_native_nm import shared
 from tests.integration.test_native_router_codes import router
 from tests.integration.test_native_schedule import fused, planned
 
@@ -38,6 +40,7 @@ FEATURES: Final[Mapping[str, Callable[[], Case]]] = {
     "tiles": lambda: Case.of(checked(4, TILES)),
     "schedule": lambda: Case.of(planned(small_decoder(5))),
     "fused": lambda: Case.of(fused()),
+    "nm": lambda: Case.of(nm_linear(NM, shared(90, 200))),
     "w8": lambda: Case.of(product(33, 40, None)),
     "i8 router": lambda: Case.of(router(7, 13, 8, RouteOrder.TOPK_SOFTMAX)),
     "i16 router": lambda: Case.of(router(7, 13, 16, RouteOrder.SIGMOID_TOPK)),

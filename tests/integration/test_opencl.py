@@ -21,21 +21,27 @@ from compiler.emitters.opencl.device import Launch
 from compiler.emitters.opencl.runner import OpenClPlan
 from compiler.emitters.runner import ScriptRun, play
 from compiler.emitters.tiles import live_mask
-from compiler.kernels.program import DENSE, TILES, Module
+from compiler.kernels.program import DENSE, NM, TILES, Module, Op
+from compiler.quant.row_codes import I8
 from tests.factories.kernels import Case, native_targets, raw
 from tests.factories.modules import small_decoder
 from tests.factories.opencl import EMITTER, device, load
 from tests.integration.test_native_emulated import IMAGE, runner, step
 from tests.integration.test_native_kv_codes import SHAPES, attention
+from tests.integration.test_native_nm import linear as nm_linear
+from tests.integration.test_native_nm import shared
 from tests.integration.test_native_ops import CASES, MAX_TOKENS, OpCase
 from tests.integration.test_native_schedule import fused
 from tests.integration.test_native_tiles import experts, inputs, linear
+from tests.integration.test_native_w8 import coded
 
 pytestmark = pytest.mark.opencl
 OFFERED = [case for case in CASES if case.op in EMITTER.capabilities()]
 SPARSE = {
     "dense": lambda: linear(DENSE),
     "tiles": lambda: linear(TILES),
+    "half of the columns": lambda: nm_linear(NM, shared(90, 203)),
+    "codes": lambda: coded(Op.LINEAR_F32, 33, 203, I8),
     "experts of tiles": lambda: experts(TILES),
     "MoE layer": fused,
 }

@@ -13,7 +13,9 @@ from compiler.analysis.cost import (
     ELL,
     EMITTED,
     KINDS,
+    LEAST_GAIN,
     N_OF_M,
+    NM,
     TILES,
     choose,
     coefficients,
@@ -24,6 +26,7 @@ from compiler.analysis.cost import (
 from compiler.analysis.layout_points import POINTS
 from compiler.analysis.least_squares import nonnegative_least_squares
 from compiler.contract.elements import stored_bytes
+from compiler.contract.plan_format import weight_bytes
 from compiler.contract.tiles import tile_bytes
 from compiler.dialects.hw import LayoutAttr
 from compiler.dialects.text import parse_module, print_module
@@ -31,8 +34,8 @@ from compiler.driver.explain.text import explain_lines
 from compiler.frontend import import_pipeline
 from compiler.kernels.program import W4_LAYOUTS
 from compiler.passes.pipeline import lower_pipeline
-from tests.factories.onnx_blocks import GraphBuilder, gemm_block, moe_block
-from tests.factories.onnx_models import write_block
+from tests.factories.onnx_blocks import GraphBuilder, block_model, gemm_block, moe_block
+from tests.factories.onnx_models import graph_document, write_block, write_submission
 from tests.factories.onnx_runs import block_difference, lowered
 from tests.golden.passes.cases import sparse_block
 
@@ -105,7 +108,39 @@ def test_two_of_four_is_priced_and_refused() -> None:
     assert "no kernel" in row.refused
     assert row.bytes < cost_table(count_zeros(pruned))[0].bytes
     assert choose(count_zeros(pruned)).layout == DENSE
-    assert cost_table(count_zeros(weight(0.9, 1, 1)))[-1].layout == ELL
+    assert cost_table(count_zeros(weight(0.9, 1, 1)))[-1].layout == NM
+
+
+def shared(n: int, k: int) -> np.ndarray:
+    """Return a weight of which the 16 rows of a panel keep the same two of every four columns."""
+    random = np.random.default_rng(4)
+    live = random.random((n // 16, k // 4, 4)).argsort(axis=2) < 2
+    return random.standard_normal((n, k)) * np.repeat(live.reshape(n // 16, k), 16, axis=0)
+
+
+def test_two_of_four_shared_by_a_panel_is_taken_where_it_pays() -> None:
+    count = count_zeros(shared(1024, 1024))
+    table = {row.layout: row for row in cost_table(count)}
+    assert choose(count).layout == NM
+    assert table[NM].bytes == weight_bytes(KINDS[NM], 1024, 1024)
+    assert table[DENSE].microseconds >= LEAST_GAIN * table[NM].microseconds
+    small = count_zeros(shared(128, 128))
+    refused = next(row for row in cost_table(small, (64,)) if row.layout == NM).refused
+    assert choose(small, (64,)).layout == DENSE
+    assert refused.endswith(f"times as fast as dense, at least {LEAST_GAIN} pay")
+    other = shared(1024, 1024)
+    other[0, :16] = 1.0
+    assert not count_zeros(other).is_nm
+
+
+def test_a_product_with_half_of_the_columns_is_compiled(tmp_path: Path) -> None:
+    def block(b: GraphBuilder, x: str) -> str:
+        up = b.op("MatMul", b.op("Reshape", x, b.ints(1, 8)), b.weight(8, 1024))
+        return b.op("MatMul", up, b.const(shared(1024, 1024).T))
+
+    model = block_model(block)
+    module = lowered(write_submission(tmp_path, {"model": model}, graph_document(model))).module
+    assert NM in {weight.layout for weight in module.weights}
 
 
 def test_no_layout_beyond_the_workspace_is_chosen() -> None:
@@ -132,7 +167,7 @@ def test_bytes_are_those_that_are_stored() -> None:
 
 def test_the_model_is_near_its_points_and_chooses_well() -> None:
     assert {point[0] for point in POINTS} == set(EMITTED)
-    for family in ("tiles", "csr", "coo", "ell"):
+    for family in ("tiles", "csr", "coo", "ell", "nm"):
         assert (coefficients(family) >= 0).all()
     assert np.median(relative_errors()) < 0.15
     assert relative_errors().max() < 0.6
