@@ -55,7 +55,7 @@ HELD_OUT = (
     *(("tiles", density) for density in (0.55, 0.3, 0.12)),
     *(("blocks", density) for density in (0.35, 0.15, 0.06)),
     *(("elements", density) for density in (0.2, 0.08, 0.03, 0.01, 0.001)),
-    *(("2:4", 0.5), ("1:16", 0.0625), ("2:4 of panels", 0.5)),
+    *(("2:4", 0.5), ("1:16", 0.0625), ("8:16 of panels", 0.5)),
 )
 MOST_STORED = {CSR: 0.06, COO: 0.06, ELL: 0.6}
 """Shares of elements or blocks beyond which a layout is not fitted."""
@@ -97,9 +97,15 @@ def _of_m(random: np.random.Generator, n: int, k: int, density: float) -> np.nda
     return (order < kept).reshape(n, -1)[:, :k]
 
 
-def _of_panels(random: np.random.Generator, n: int, k: int, density: float) -> np.ndarray:
-    """Return 2 of every 4 columns, alike in the 16 rows of a panel."""
-    return np.repeat(_of_m(random, -(-n // PANEL), k, density), PANEL, axis=0)[:n]
+def _of_panels(of: int) -> Callable[..., np.ndarray]:
+    """Return a share of every `of` columns, alike in the 16 rows of a panel."""
+
+    def pattern(random: np.random.Generator, n: int, k: int, density: float) -> np.ndarray:
+        order = random.random((-(-n // PANEL), -(-k // of), of)).argsort(axis=2)
+        live = (order < round(density * of)).reshape(len(order), -1)
+        return np.repeat(live, PANEL, axis=0)[:n, :k]
+
+    return pattern
 
 
 PATTERNS: Mapping[str, Callable[..., np.ndarray]] = {
@@ -108,7 +114,8 @@ PATTERNS: Mapping[str, Callable[..., np.ndarray]] = {
     "elements": _blocks(1, 1),
     "2:4": _of_m,
     "1:16": _of_m,
-    "2:4 of panels": _of_panels,
+    "2:4 of panels": _of_panels(4),
+    "8:16 of panels": _of_panels(16),
 }
 
 
