@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FEW, MANY = 100, 1_000
 MOST_GROWTH_KIB = 8 * 1024
 """Of resident memory over all swaps: less than one bundle takes."""
+MOST_MORE_MAPS = 16
+"""A library that stayed mapped would add three a swap; the heap comes and goes by a few."""
 
 
 def swap(count: int, folder: Path) -> None:
@@ -30,8 +32,9 @@ def swap(count: int, folder: Path) -> None:
     assert found["asked"] > count // 20
     assert found["weights_in_memory"] == [1], "both bundles read the same weights"
     before, after = found["before"], found["after"]
-    for exact in ("maps", "kernels", "descriptors", "threads"):
+    for exact in ("kernels", "descriptors", "threads"):
         assert after[exact] == before[exact], exact
+    assert after["maps"] - before["maps"] < MOST_MORE_MAPS
     assert after["rss_kib"] - before["rss_kib"] < MOST_GROWTH_KIB
     assert found["closed"]["kernels"] == 0
     assert found["closed"]["threads"] == 1
