@@ -120,6 +120,7 @@ class _Compilation:
             options.selftest_vectors,
             options.accuracy_budget,
             options.kv,
+            options.constant_time,
         )
 
     def require_calibration(self) -> None:
@@ -152,6 +153,7 @@ class _Compilation:
         budget, kv = self.options.accuracy_budget, self.options.kv
         changed: dict[str, Json] = {"accuracy_budget": budget} if budget else {}
         changed |= {"kv": kv.name} if kv else {}
+        changed |= {"constant_time": True} if self.options.constant_time else {}
         key = cache_key(PORTABLE, facts | changed)
         stored = self.cache.get(PORTABLE, key)
         if stored is not None:
@@ -172,6 +174,7 @@ class _Compilation:
             self.clock,
             self.building.begin,
             (budget, kv),
+            self.options.constant_time,
         )
         self.cache.put(PORTABLE, key, portable.to_parts())
         return portable

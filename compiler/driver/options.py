@@ -50,6 +50,8 @@ class CompileOptions:
         accuracy_budget: The most accuracy on calibration cards, as a share of questions, that
             removing heads and channels may lose; 0 changes no number.
         kv: How keys and values are stored between runs; codes of int8 change what comes out.
+        constant_time: Make a plan whose time and accesses depend on no activation and no value of a
+            weight; see `compiler.quant.constant_time` for what is protected.
         progress: Called with a stage of `STAGES` and the share of the whole work done so far.
     """
 
@@ -69,6 +71,7 @@ class CompileOptions:
     limits: ImportLimits = DEFAULT_LIMITS
     accuracy_budget: float = 0.0
     kv: KvKind = KvKind.F32
+    constant_time: bool = False
     progress: Progress = field(default=no_progress, compare=False)
 
     def __post_init__(self) -> None:

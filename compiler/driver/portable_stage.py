@@ -45,9 +45,10 @@ from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.kernels.program import Module
 from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.quant.checks import CheckedCall, learn_checks
+from compiler.quant.constant_time import constant_time
 from compiler.quant.grid_search import OutputError
 from compiler.quant.module import PackedModule, PackedWeight, pack_module, pack_weight
-from compiler.quant.neurons import choose_neurons
+from compiler.quant.neurons import NeuronChoice, choose_neurons
 from compiler.quant.record import CalibrationRecord, InputSample
 from compiler.quant.w4 import Floats, Grid, GridReport, PackedW4
 
@@ -67,6 +68,7 @@ def make_portable(
     clock: StageClock,
     begin_kernels: Callable[[frozenset[Op]], None],
     lossy: tuple[float, KvKind] = (0.0, KvKind.F32),
+    is_constant_time: bool = False,
 ) -> Portable:
     """Compile what every target shares.
 
@@ -81,6 +83,7 @@ def make_portable(
         clock: Gets the times.
         begin_kernels: Told the operations as soon as they are known.
         lossy: What removing may lose, 0 removes what is dead; how keys and values are stored.
+        is_constant_time: Whether nothing may depend on values; see `compiler.quant.constant_time`.
 
     Raises:
         UserModelError: The submission is at fault.
@@ -99,7 +102,7 @@ def make_portable(
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     with clock.stage("plan"):
         banded = band_module(directory, spec, learned.module, packed.packed, record, cache)
-        emitted, sections, plan_facts = _planned(spec, banded, packed, record)
+        emitted, sections, plan_facts = _planned(spec, banded, packed, record, is_constant_time)
     more = _pass_facts(lowered, banded) | removed.report()
     facts = plan_facts | weight_facts | dict(learned.facts) | more
     sections |= learned.sections
@@ -107,12 +110,21 @@ def make_portable(
 
 
 def _planned(
-    spec: PipelineSpec, banded: Banded, packed: PackedModule, record: CalibrationRecord | None
+    spec: PipelineSpec,
+    banded: Banded,
+    packed: PackedModule,
+    record: CalibrationRecord | None,
+    is_constant_time: bool,
 ) -> tuple[EmittedPlan, dict[str, bytes], dict[str, Json]]:
     """Return what the plan became: its bytes, all sections that belong to it, and its facts."""
     scheduled = schedule_module(banded.module, record, banded.likely)
-    module, checks = learn_checks(scheduled.module, record)
-    module, neurons = choose_neurons(module, record)
+    checks: tuple[CheckedCall, ...] = ()
+    neurons: tuple[NeuronChoice, ...] = ()
+    if is_constant_time:
+        module = constant_time(scheduled.module)
+    else:
+        module, checks = learn_checks(scheduled.module, record)
+        module, neurons = choose_neurons(module, record)
     emitted = emit_plan(module, weights_packed=packed.packed)
     scheduled.verify(emitted.plan)
     banded.verify(emitted.plan)
@@ -120,7 +132,7 @@ def _planned(
     sections = {**emitted.sections, **scheduled.sections, **banded.sections}
     sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
     facts = {**_plan_facts(module, emitted, checks), **scheduled.facts, **banded.facts}
-    facts["neurons"] = [asdict(row) for row in neurons]
+    facts |= {"neurons": [asdict(row) for row in neurons], "constant_time": is_constant_time}
     return emitted, sections, facts
 
 

@@ -76,6 +76,7 @@ def provenance_document(
     vectors: int,
     accuracy_budget: float = 0.0,
     kv: KvKind = KvKind.F32,
+    is_constant_time: bool = False,
 ) -> dict[str, Json]:
     """Return the provenance of one bundle.
 
@@ -86,6 +87,7 @@ def provenance_document(
         vectors: The number of self-test vectors that was asked for.
         accuracy_budget: What removing heads and channels could lose; only named if something.
         kv: How keys and values are stored; only named if not as f32.
+        is_constant_time: Whether a constant-time plan was asked for; only named if so.
     """
     lossy: dict[str, Json] = {"accuracy_budget": accuracy_budget} if accuracy_budget else {}
     lossy |= {"kv": kv.name} if kv else {}
@@ -98,6 +100,7 @@ def provenance_document(
         "compiler_sha256": compiler_digest(),
         "tools": tool_versions(),
         **lossy,
+        **({"constant_time": True} if is_constant_time else {}),
     }
 
 

@@ -59,6 +59,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the native self-test even if the same bytes passed it on this machine",
     )
+    _plan_arguments(parser)
+    add_limit_options(parser)
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what changes the plan itself."""
     parser.add_argument(
         "--layout-workspace",
         type=size_bytes,
@@ -81,7 +87,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="how keys and values are kept: int8 takes about a quarter of the memory and is faster "
         "over long contexts; it changes numbers a little (default: f32)",
     )
-    add_limit_options(parser)
+    parser.add_argument(
+        "--constant-time",
+        action="store_true",
+        help="read every weight whole, check nothing at run time: time and accesses depend on no "
+        "activation and no value of a weight; the choice of experts is not hidden",
+    )
 
 
 def _run(options: argparse.Namespace, console: Console) -> Answer:
@@ -105,6 +116,7 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
             limits=limits_of(options),
             accuracy_budget=options.accuracy_budget,
             kv=KV_KINDS[options.kv],
+            constant_time=options.constant_time,
             base_sections=base[1] if base else None,
             base_planes={item.component: item.planes for item in base[0].sections}
             if base

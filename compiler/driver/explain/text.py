@@ -33,6 +33,7 @@ def explain_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> It
     yield from _sparsity_lines(report)
     yield from _layout_lines(report)
     yield from _check_lines(report, explained)
+    yield from _neuron_lines(report)
     yield from _removal_lines(report)
     yield from _memory_lines(report)
     yield from _index_lines(report)
@@ -213,6 +214,22 @@ def _check_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> Ite
     for (program, call), row in grounds.items():
         if not row["most"]:
             yield f"  {program} {call}: none, {row['why']} ({row['held_ratio']:.0%} of rows)"
+
+
+def _neuron_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Say what is stored neuron by neuron and why, or that nothing may depend on values."""
+    if report.get("constant_time"):
+        yield ""
+        yield "constant time: weights are read whole, nothing is checked; experts chosen do show"
+    rows = report.get("neurons", ())
+    if rows:
+        yield ""
+        yield "weights behind a ReLU (dead neurons are left out where it pays, the same bits):"
+    for row in rows:
+        zeros, gain = row["zero_ratio"], row["gain"]
+        seen = "" if zeros is None else f"; {zeros:.0%} zeros, {gain:g} times as fast without them"
+        stored = " and ".join(row["chosen"]) or "dense"
+        yield f"  {row['operation']}, {len(row['weights'])} matrices: {stored} ({row['why']}{seen})"
 
 
 def _removal_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -1,0 +1,69 @@
+"""Constant-time plans: time and accesses that no activation and no weight's value decides.
+
+    Module -> the same module, dense, without run-time checks; or a refusal
+
+`compile --constant-time` asks for it. What a plan does then depends on its shapes, on how many
+tokens a run has and on which experts a router chose, never on values: every weight is read whole,
+no zero is looked for, and the kernels choose by masks. Results keep their bits, because every
+layout and every check gives the bits of the dense product.
+
+Protected: activations, and the values and zeros of weights. Not protected, because each of them is
+an address: token ids (rows of a table), the experts that a router chose (their weights are read,
+others are not), and lengths. Shapes are public: neurons and heads that are proved dead at compile
+time still leave. Errors end a run early. Power is not levelled, and nothing is claimed about it.
+
+Operations outside `CONSTANT_TIME` are refused: those that move rows to where their values say, and
+reference kernels. A test compares the path and the addresses of each operation over values.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
+
+from compiler.contract.operations import Op
+from compiler.errors import UnsupportedOperatorError
+from compiler.kernels.program import DENSE, Call, Module, Weight, call_params
+
+CONSTANT_TIME: Final = frozenset(
+    {
+        *(Op.IMAGE_U8, Op.EMBED, Op.LINEAR, Op.LINEAR_F32, Op.NORM, Op.ROPE, Op.ATTENTION),
+        *(Op.CONV2D, Op.ROWS_CONCAT, Op.ROWS_SLICE, Op.ADD, Op.MUL, Op.SUB, Op.DIV, Op.UNARY),
+        *(Op.SOFTMAX, Op.ROUTE, Op.EXPERTS, Op.ARGMAX, Op.COLS_CONCAT, Op.COLS_SLICE),
+        *(Op.MOE_LAYER, Op.EXPERT_PREFETCH, Op.EXPERT_LOAD),
+    }
+)
+"""Operations whose kernels go one way whatever the values are."""
+
+
+def constant_time(module: Module) -> Module:
+    """Return the module with every weight stored whole and without run-time checks.
+
+    Raises:
+        UnsupportedOperatorError: An operation goes where values say; the message names it.
+    """
+    _require_known(module.ops)
+    programs = tuple(
+        replace(program, calls=tuple(map(_unchecked, program.calls))) for program in module.programs
+    )
+    weights = tuple(map(_whole, module.weights))
+    return replace(module, programs=programs, weights=weights)
+
+
+def _require_known(ops: Iterable[Op]) -> None:
+    others = sorted(op.name for op in ops if op not in CONSTANT_TIME)
+    if others:
+        raise UnsupportedOperatorError(
+            f"no constant-time kernel for {', '.join(others)}",
+            hint="compile without --constant-time, or without pruning and operators that need "
+            "reference kernels",
+        )
+
+
+def _unchecked(call: Call) -> Call:
+    if not call_params(call).get("check"):
+        return call
+    return replace(call, params={**call.params, "check": 0})
+
+
+def _whole(weight: Weight) -> Weight:
+    return replace(weight, layout=DENSE) if weight.kind == "w4" else weight
