@@ -36,7 +36,7 @@ from compiler.quant.module import pack_module
 ROUNDS: Final = 15
 MICROSECONDS: Final = 1e6
 CHUNK: Final = 64
-KV_SHAPES: Final = ((8, 8, 64, 1000, 1.05), (16, 4, 64, 4000, 1.3), (32, 8, 128, 8000, 1.8))
+KV_SHAPES: Final = ((8, 8, 64, 1000, 1.05), (16, 4, 64, 4000, 1.05), (32, 8, 128, 8000, 1.8))
 """Heads, key heads, size of a head, cached rows, and how many times faster codes must be."""
 LSTM_SHAPES: Final = ((1, 128, (1.0, 1.1)), (100, 128, (None, 1.4)), (100, 512, (None, 2.5)))
 """Steps, width, and the ratios to ONNX Runtime that f32 and four-bit weights must reach. Our
