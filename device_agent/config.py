@@ -63,6 +63,8 @@ class AgentConfig:
             starts, at most one per core.
         cpus: Cores on which lent threads run: `auto` = the big ones where the system tells sizes,
             `off` = anywhere, or a list such as `4-7`.
+        degrade_rules: File of rules `sparsefleet.degrade/1`: when this device does less. Empty =
+            `device_agent.runtime.degrade_keeper.DEFAULT_RULES`.
     """
 
     server_url: str = "http://127.0.0.1:8000"
@@ -103,6 +105,7 @@ class AgentConfig:
     max_spool_batches: int = 1_000
     threads: int = 0
     cpus: str = AUTO
+    degrade_rules: str = ""
 
     def __post_init__(self) -> None:
         _require_valid(self)

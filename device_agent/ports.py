@@ -2,13 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 
+from compiler.contract.degrade import Rule, parse_rules
+from compiler.contract.errors import ContractError
 from compiler.contract.fingerprint import Fingerprint
 from device_agent.clock import Clock, SystemClock
 from device_agent.config import AgentConfig
+from device_agent.errors import ConfigurationError
 from device_agent.probe.linux import probe
+from device_agent.runtime.degrade_keeper import DEFAULT_RULES
 from device_agent.runtime.engine import Engine, NativeEngine
 from device_agent.storage.disk import Disk
 from device_agent.storage.objects import ObjectStore
@@ -18,7 +23,11 @@ Checkpoint = Callable[[str], None]
 
 
 def native_engine(store: ObjectStore, config: AgentConfig) -> NativeEngine:
-    """Return the engine that runs native code."""
+    """Return the engine that runs native code.
+
+    Raises:
+        ConfigurationError: The degrade rules cannot be read or do not parse.
+    """
     return NativeEngine(
         store,
         config.state_dir,
@@ -26,7 +35,24 @@ def native_engine(store: ObjectStore, config: AgentConfig) -> NativeEngine:
         config.answer_timeout_s,
         config.threads,
         config.cpus,
+        rules=degrade_rules(config),
     )
+
+
+def degrade_rules(config: AgentConfig) -> tuple[Rule, ...]:
+    """Return the rules of the configured file, or those built in.
+
+    Raises:
+        ConfigurationError: It cannot be read or does not parse.
+    """
+    if not config.degrade_rules:
+        return DEFAULT_RULES
+    path = Path(config.degrade_rules)
+    try:
+        return parse_rules(path.read_bytes())
+    except (OSError, ContractError) as error:
+        hint = error.hint if isinstance(error, ContractError) else ""
+        raise ConfigurationError(f"degrade_rules: {path.name}: {error}", hint=hint) from error
 
 
 def probe_this_machine(config: AgentConfig) -> Fingerprint:

@@ -265,7 +265,11 @@ def _band(value: Json, questions: int) -> Band:
 
 
 class BandedRunner(RunnerBefore):
-    """A plan runner whose `step` is the variant of the band that the last steps are in."""
+    """A plan runner whose `step` is the variant of the band that the last steps are in.
+
+    With `fewest`, each step is the variant with the fewest experts, whatever the entropy: for a
+    device that must do less. It then may lose more answers than the bands were measured to lose.
+    """
 
     def __init__(self, runner: PlanRunner, bands: Bands) -> None:
         """Start in no band: the first step is `step` itself."""
@@ -273,6 +277,8 @@ class BandedRunner(RunnerBefore):
         self._bands = bands
         self.state = BandState()
         self.ran: dict[str, int] = {}
+        self.fewest = False
+        self._fewest = min(bands.bands, key=lambda band: band.top_k).program
 
     def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
         """Run a program; see `PlanRunner.run`."""
@@ -280,6 +286,7 @@ class BandedRunner(RunnerBefore):
             return self._runner.run(program, inputs)
         band = self.state.band
         chosen = STEP if band is None else self._bands.bands[band].program
+        chosen = self._fewest if self.fewest else chosen
         outputs = self._runner.run(chosen, inputs)
         self.ran[chosen] = self.ran.get(chosen, 0) + 1
         self.state = next_band(self._bands, self.state, mean_entropy(outputs))

@@ -15,7 +15,9 @@ _CPUS: Final = "sys/devices/system/cpu"
 _THERMAL: Final = "sys/class/thermal"
 _POWER: Final = "sys/class/power_supply"
 _CPUINFO: Final = "proc/cpuinfo"
+_MEMINFO: Final = "proc/meminfo"
 _CLOCK: Final = re.compile(r"^cpu MHz\s*:\s*([0-9.]+)", re.MULTILINE)
+_MEMORY: Final = re.compile(r"^(MemTotal|MemAvailable):\s*(\d+) kB", re.MULTILINE)
 _HOTTEST_C: Final = 150.0
 _COLDEST_C: Final = -60.0
 MICRO: Final = 1e-6
@@ -99,6 +101,13 @@ def batteries(root: Path = ROOT) -> tuple[Battery, ...]:
         if is_battery and _read(folder / "scope").strip() != "Device":
             found.append(_battery(folder))
     return tuple(found)
+
+
+def memory_pressure(root: Path = ROOT) -> float | None:
+    """Return the share of memory that is not available, percent."""
+    told = {name: int(kb) for name, kb in _MEMORY.findall(_read(root / _MEMINFO))}
+    total, available = told.get("MemTotal"), told.get("MemAvailable")
+    return None if not total or available is None else 100.0 * (1.0 - available / total)
 
 
 def accelerators(root: Path = ROOT) -> tuple[str, ...]:

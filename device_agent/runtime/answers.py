@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
+from compiler.contract.bands import BandedRunner
+from compiler.contract.degrade import Rung
 from compiler.contract.errors import ContractError
 from compiler.contract.pipeline import Pipeline
 from compiler.contract.session import Buffer, PlanRunner, RunnerBefore, Session
 from device_agent.errors import AnswerError
 from device_agent.runtime.bundle import ClosableRunner, LoadedBundle
+from device_agent.runtime.degrade_keeper import DegradeKeeper
 from device_agent.runtime.keeper import PolicyKeeper
 
 _SECOND_MS: Final = 1_000.0
@@ -52,6 +55,7 @@ class AnswerRecord:
         correct: Whether that is the right answer; None when nobody knows.
         latency_ms: From the picture to the last token, milliseconds.
         detail: Error text, if any.
+        degraded: Whether the device did less for it than the bundle asks for.
     """
 
     manifest_sha256: str
@@ -60,6 +64,7 @@ class AnswerRecord:
     correct: bool | None
     latency_ms: float
     detail: str = ""
+    degraded: bool = False
 
     @property
     def failed(self) -> bool:
@@ -118,8 +123,9 @@ class BundleAnswerer:
         monotonic: Callable[[], float] = time.perf_counter,
         facts: Mapping[str, object] | None = None,
         keeper: PolicyKeeper | None = None,
+        degrade: DegradeKeeper | None = None,
     ) -> None:
-        """Start a session; `keeper` sees every answer and keeps the policy.
+        """Start a session; `keeper` and `degrade` see every answer and keep policy and rung.
 
         Raises:
             ContractError: The bundle does not answer in words.
@@ -127,10 +133,12 @@ class BundleAnswerer:
         self._sha256 = bundle.manifest_sha256
         self._facts = dict(facts or {})
         self._keeper = keeper
+        self._degrade = degrade
         self._pipeline: Pipeline = bundle.pipeline
         self._native: ClosableRunner = bundle.runner
         self._runner = TimeoutRunner(bundle.runner, monotonic)
-        self._session = Session(self._runner, bundle.pipeline)
+        self._banded = None if bundle.bands is None else BandedRunner(self._runner, bundle.bands)
+        self._session = Session(self._banded or self._runner, bundle.pipeline)
         self._timeout_s = timeout_s
         self._monotonic = monotonic
 
@@ -142,9 +150,14 @@ class BundleAnswerer:
     @property
     def facts(self) -> Mapping[str, object]:
         """Return what `status` shows of the running code."""
-        if self._keeper is None:
-            return self._facts
-        return {**self._facts, "policy_now": self._keeper.facts()}
+        facts = dict(self._facts)
+        if self._keeper is not None:
+            facts["policy_now"] = self._keeper.facts()
+        if self._degrade is not None:
+            facts["degrade"] = self._degrade.facts()
+        if self._banded is not None:
+            facts["steps"] = dict(self._banded.ran)
+        return facts
 
     def understands(self, question: Question) -> bool:
         """Return whether the model knows every word and the size of the picture."""
@@ -159,6 +172,7 @@ class BundleAnswerer:
 
     def answer(self, question: Question) -> AnswerRecord:
         """Answer one question about one picture."""
+        degraded = self._take_rung()
         start = self._monotonic()
         self._runner.deadline = start + self._timeout_s
         words: tuple[str, ...] = ()
@@ -176,7 +190,18 @@ class BundleAnswerer:
             outcome, detail = Outcome.TIMEOUT, f"took {latency_ms:.0f} ms"
         expected = question.expected
         correct = None if expected is None else outcome is Outcome.ENDED and words == expected
-        return AnswerRecord(self._sha256, words, outcome, correct, latency_ms, detail)
+        record = AnswerRecord(self._sha256, words, outcome, correct, latency_ms, detail, degraded)
+        if self._degrade is not None:
+            self._degrade.answered(failed=record.failed)
+        return record
+
+    def _take_rung(self) -> bool:
+        """Run the next answer on the present rung; return whether that is below NORMAL."""
+        if self._degrade is None or self._banded is None:
+            return False
+        rung = self._degrade.rung()
+        self._banded.fewest = rung >= Rung.FEWER_EXPERTS
+        return rung is not Rung.NORMAL
 
     def _ask(self, question: Question) -> tuple[tuple[str, ...], Outcome]:
         tokens = self._pipeline.tokens

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from compiler.contract.bands import parse_bands, verify_bands
+from compiler.contract.bands import Bands, parse_bands, verify_bands
 from compiler.contract.errors import ContractError
 from compiler.contract.manifest import ReleaseManifest, parse_manifest
 from compiler.contract.native import NativePlan
@@ -70,6 +70,7 @@ class LoadedBundle:
         pipeline: Words, pictures and limits.
         self_test: Bytes of the self-test section.
         policy: How its calls run; a bundle without one leaves nothing to choose.
+        bands: Its variants of `step` and when they run; None if it has no variant.
     """
 
     manifest_sha256: str
@@ -77,6 +78,7 @@ class LoadedBundle:
     pipeline: Pipeline
     self_test: bytes
     policy: Policy = PLAIN
+    bands: Bands | None = None
 
 
 def read_manifest(store: ObjectStore, sha256: str, size_bytes: int) -> ReleaseManifest:
@@ -110,21 +112,25 @@ def load_bundle(
     try:
         pipeline = parse_pipeline(bytes(views[PIPELINE]))
         policy = parse_policy(bytes(views[POLICY])) if POLICY in views else PLAIN
+        bands = parse_bands(bytes(views[BANDS])) if BANDS in views else None
         digests = {section.component: section.sha256 for section in manifest.sections}
-        runner = _start(views, digests, WeightPool() if pool is None else pool)
+        runner = _start(views, bands, digests, WeightPool() if pool is None else pool)
     except (ContractError, OSError) as error:
         raise BundleError(f"the plan does not load: {error}") from error
     self_test = bytes(views[SELF_TEST])
-    return LoadedBundle(pointer.manifest_sha256, runner, pipeline, self_test, policy)
+    return LoadedBundle(pointer.manifest_sha256, runner, pipeline, self_test, policy, bands)
 
 
 def _start(
-    views: Mapping[str, memoryview], digests: Mapping[str, str], pool: WeightPool
+    views: Mapping[str, memoryview],
+    bands: Bands | None,
+    digests: Mapping[str, str],
+    pool: WeightPool,
 ) -> ClosableRunner:
     plan = parse_plan(bytes(views[PLAN]))
     if SCHEDULE in views:
         verify_schedule(plan, parse_schedule(bytes(views[SCHEDULE])))
-    if BANDS in views:
-        verify_bands(plan, parse_bands(bytes(views[BANDS])))
+    if bands is not None:
+        verify_bands(plan, bands)
     weights = pool.load(plan, digests, views)
     return NativePlan(bytes(views[KERNELS]), bytes(views[PLAN]), weights)

@@ -3,15 +3,18 @@
 import json
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
+from compiler.contract.degrade import Rule
 from compiler.contract.errors import ContractError
 from device_agent.errors import BundleError, SelfTestFailedError
 from device_agent.runtime.affinity import AUTO
 from device_agent.runtime.answers import Answerer, BundleAnswerer
 from device_agent.runtime.bundle import LoadedBundle, load_bundle
+from device_agent.runtime.degrade_keeper import DEFAULT_RULES, DegradeKeeper, rungs_of
 from device_agent.runtime.tuning import Tuned, tune
 from device_agent.runtime.weights import WeightPool
 from device_agent.storage.objects import ObjectStore
@@ -53,6 +56,7 @@ class NativeEngine:
         cpus: Where lent threads run: `auto`, `off` or a list of cores.
         weights: Those in memory: a bundle that changes only code or tape shares them with the one
             that runs, so it starts without copying them.
+        rules: When a bundle does less.
     """
 
     store: ObjectStore
@@ -62,6 +66,7 @@ class NativeEngine:
     threads: int = 0
     cpus: str = AUTO
     weights: WeightPool = field(default_factory=WeightPool)
+    rules: tuple[Rule, ...] = DEFAULT_RULES
 
     def self_test(self, pointer: Pointer) -> None:
         """Run the self-test in a child; see `Engine`."""
@@ -96,7 +101,11 @@ class NativeEngine:
         try:
             tuned = self.tune(bundle)
             return BundleAnswerer(
-                bundle, self.answer_timeout_s, facts=tuned.facts, keeper=tuned.keeper
+                bundle,
+                self.answer_timeout_s,
+                facts=tuned.facts,
+                keeper=tuned.keeper,
+                degrade=DegradeKeeper(self.rules, rungs_of(bundle.bands), time.monotonic),
             )
         except ContractError as error:
             bundle.runner.close()

@@ -35,6 +35,7 @@ class _Counts:
     failures: int = 0
     scored: int = 0
     correct: int = 0
+    degraded: int = 0
     latency_ms: Sketch = field(default_factory=Sketch)
 
 
@@ -63,6 +64,7 @@ class Counters:
                 counts.failures += record.failed
                 counts.scored += record.correct is not None
                 counts.correct += record.correct is True
+                counts.degraded += record.degraded
                 counts.latency_ms.add(record.latency_ms)
 
     def cut(self, running: str, facts: Mapping[str, object]) -> list[TelemetryBatch]:
@@ -88,7 +90,7 @@ class Counters:
                 failures=counts.failures,
                 scored=counts.scored,
                 correct=counts.correct,
-                degraded=0,
+                degraded=counts.degraded,
                 latency_ms=counts.latency_ms,
                 gauges=gauges if manifest_sha256 == running else {},
             )
@@ -104,6 +106,7 @@ class Counters:
                 "failures": total.failures,
                 "scored": total.scored,
                 "correct": total.correct,
+                "degraded": total.degraded,
                 "latency_p50_ms": total.latency_ms.quantile(0.5),
                 "latency_p95_ms": total.latency_ms.quantile(0.95),
             }

@@ -1,17 +1,27 @@
 import json
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from compiler.contract.bands import Band, Bands
+from compiler.contract.degrade import rules_bytes
 from compiler.contract.errors import ContractError
 from compiler.contract.pipeline import ImageSpec, Pipeline, Port, ProgramSpec, TokenSpec
 from compiler.contract.session import Buffer
 from device_agent.asking import read_image
-from device_agent.errors import AnswerError, EvaluationSetError, NoBundleError
+from device_agent.config import AgentConfig
+from device_agent.errors import (
+    AnswerError,
+    ConfigurationError,
+    EvaluationSetError,
+    NoBundleError,
+)
+from device_agent.ports import degrade_rules
 from device_agent.runtime.answers import (
     AnswerRecord,
     BundleAnswerer,
@@ -20,8 +30,10 @@ from device_agent.runtime.answers import (
     require_answered,
 )
 from device_agent.runtime.bundle import LoadedBundle
+from device_agent.runtime.degrade_keeper import DEFAULT_RULES, DegradeKeeper, rungs_of
 from device_agent.runtime.evaluation import QuestionSource, load_evaluation
 from device_agent.runtime.host import SessionHost
+from device_agent.telemetry.counters import Counters
 from device_agent.workload import AnswerLoop
 from tests.simulators.engine import ToyAnswerer
 
@@ -307,3 +319,93 @@ class TestEvaluationSet:
             read_image(tmp_path / "d.npy")
         with pytest.raises(EvaluationSetError):
             read_image(tmp_path / "none.npy")
+
+
+class BandedFake(FakeRunner):
+    """Says yes with the entropy that a test wants, and remembers which programs ran."""
+
+    def __init__(self, entropy: float) -> None:
+        super().__init__()
+        self.entropy = entropy
+        self.ran: list[str] = []
+
+    def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
+        self.ran.append(program)
+        self.says = self.says or [4, 2]
+        outputs = super().run(program, inputs)
+        entropy = np.float32(self.entropy).tobytes()
+        return {**outputs, "entropy": memoryview(entropy)} if outputs else outputs
+
+
+class TestDoingLess:
+    @staticmethod
+    def bands() -> Bands:
+        rows = (
+            Band(0, "step.band1", 1, 400, 0, 0, "loses nothing"),
+            Band(500, "step", 2, 600, 0, 0, "needs two"),
+        )
+        return Bands(1, 0, 100, 90, 10_000, 0, 0, rows)
+
+    def subject(
+        self, runner: FakeRunner, clock: Ticks, heat: list[float], bands: Bands | None
+    ) -> BundleAnswerer:
+        keeper = DegradeKeeper(
+            DEFAULT_RULES, rungs_of(bands), clock, lambda: {"temperature": heat[0]}
+        )
+        bundle = LoadedBundle("a" * 64, runner, PIPELINE, b"", bands=bands)
+        return BundleAnswerer(bundle, 1.0, clock, degrade=keeper)
+
+    def test_it_takes_the_variant_of_the_entropy(self) -> None:
+        runner = BandedFake(entropy=0.2)
+        subject = self.subject(runner, Ticks(), [20.0], self.bands())
+        assert not subject.answer(question()).degraded
+        assert runner.ran == ["see", "step", "step.band1"]
+        runner.entropy = 0.9
+        subject.answer(question())
+        assert runner.ran[3:] == ["see", "step.band1", "step"]
+        assert subject.facts["steps"] == {"step": 2, "step.band1": 2}
+
+    def test_heat_takes_the_fewest_experts_until_it_is_over(self) -> None:
+        clock, heat, runner = Ticks(), [95.0], BandedFake(entropy=0.9)
+        subject = self.subject(runner, clock, heat, self.bands())
+        degraded = []
+        for at in range(120):
+            clock.at, heat[0] = float(at), 95.0 if at < 20 else 70.0
+            runner.ran.clear()
+            degraded.append(subject.answer(question()).degraded)
+            steps = {"step.band1"} if degraded[-1] else {"step"}
+            assert set(runner.ran) - {"see"} == steps
+        assert degraded == [False] * 10 + [True] * 40 + [False] * 70
+        facts = subject.facts["degrade"]
+        assert (facts["rung"], facts["moves"], facts["last_rule"]) == ("normal", 2, "hot")
+
+    def test_a_bundle_without_variants_does_not_look(self) -> None:
+        runner = BandedFake(entropy=0.9)
+        subject = self.subject(runner, Ticks(0.5), [99.0], None)
+        assert not any(subject.answer(question()).degraded for _ in range(60))
+        assert subject.facts["degrade"]["rungs"] == ["normal"]
+
+    def test_what_was_degraded_is_counted(self) -> None:
+        counters = Counters()
+        record = AnswerRecord("a" * 64, (), Outcome.ENDED, None, 1.0)
+        counters.record(record)
+        counters.record(replace(record, degraded=True))
+        assert counters.summary()["degraded"] == 1
+        (batch,) = counters.cut("", {})
+        assert (batch.answers, batch.degraded) == (2, 1)
+
+
+class TestRules:
+    def test_a_file_of_rules_is_followed(self, tmp_path: Path) -> None:
+        path = tmp_path / "rules.json"
+        path.write_bytes(rules_bytes([]))
+        assert degrade_rules(AgentConfig(degrade_rules=str(path))) == ()
+        assert degrade_rules(AgentConfig()) == DEFAULT_RULES
+
+    def test_a_file_that_is_none_is_refused_with_a_reason(self, tmp_path: Path) -> None:
+        path = tmp_path / "rules.json"
+        with pytest.raises(ConfigurationError, match=r"rules\.json"):
+            degrade_rules(AgentConfig(degrade_rules=str(path)))
+        path.write_text('{"schema": "sparsefleet.degrade/1", "rules": [1]}')
+        with pytest.raises(ConfigurationError, match="a rule has the fields"):
+            degrade_rules(AgentConfig(degrade_rules=str(path)))
