@@ -20,6 +20,7 @@ SAMPLE_S: Final = 1.0
 LEAST_SPAN_S: Final = 5.0
 """A rate is known once samples span this long, seconds."""
 _Place = tuple[str, str, int]
+_Value = Callable[[Comparison], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,29 +99,12 @@ def degrade_step(
         now: Monotonic seconds; the same clock at every step.
     """
     samples = _sampled(state.samples, seen, now)
-    values = _values(seen, samples)
-    since: dict[_Place, float] = {}
-
-    def holds(rule: Rule, part: str, condition: Condition) -> bool:
-        places = count()
-
-        def lasting(one: Comparison) -> bool | None:
-            place = rule.name, part, next(places)
-            value = values(one)
-            if value is None:
-                return None
-            if not COMPARE[one.comparator](value, one.limit):
-                return False
-            since[place] = state.since.get(place, now)
-            return now - since[place] >= one.for_s
-
-        return _truth(condition, lasting) is True
-
+    clock = _Lasting(_values(seen, samples), state.since, now)
     by_name = {rule.name: rule for rule in rules}
-    fires = [rule for rule in rules if holds(rule, "when", rule.when)]
-    leaves = {rule.name for rule in rules if holds(rule, "leave", rule.leave)}
+    fires = [rule for rule in rules if clock.holds(rule.name, "when", rule.when)]
+    leaves = {rule.name for rule in rules if clock.holds(rule.name, "leave", rule.leave)}
     held = frozenset(name for name in state.held if name in by_name) - leaves
-    state = replace(state, samples=samples, since=since, held=held)
+    state = replace(state, samples=samples, since=clock.since, held=held)
     ready = [
         rule
         for rule in fires
@@ -131,6 +115,28 @@ def degrade_step(
     if ready:
         return _take_effect(state, max(ready, key=_urgency), rungs, now)
     return _recover(state, [by_name[name] for name in held], rungs, now)
+
+
+class _Lasting:
+    """Whether conditions hold at one step, and since when each of their comparisons does."""
+
+    def __init__(self, values: _Value, before: Mapping[_Place, float], now: float) -> None:
+        self._values, self._before, self._now = values, before, now
+        self.since: dict[_Place, float] = {}
+
+    def holds(self, rule: str, part: str, condition: Condition) -> bool:
+        """Return whether a condition is known to hold, each comparison for as long as it says."""
+        numbers = count()
+        return _truth(condition, lambda one: self._one((rule, part, next(numbers)), one)) is True
+
+    def _one(self, place: _Place, one: Comparison) -> bool | None:
+        value = self._values(one)
+        if value is None:
+            return None
+        if not COMPARE[one.comparator](value, one.limit):
+            return False
+        self.since[place] = self._before.get(place, self._now)
+        return self._now - self.since[place] >= one.for_s
 
 
 def _urgency(rule: Rule) -> tuple[int, Rung, str]:
