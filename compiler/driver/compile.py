@@ -85,7 +85,7 @@ def compile_model(submission_dir: Path, options: CompileOptions) -> CompiledBund
         plan = portable.plan
         c_source, kernels = run.kernels(plan)
     selftest = run.selftest(portable, plan, kernels)
-    policy = policy_section(target, run.cache)
+    policy = policy_section(target, run.cache, fixed=options.constant_time)
     made = {"kernels": kernels, "selftest": selftest.to_bytes(), POLICY: policy}
     sections = {**portable.sections, **made}
     check = run.check(sections)

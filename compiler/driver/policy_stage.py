@@ -12,15 +12,22 @@ from compiler.hardware.targets import Target
 POLICY: Final = "policy"
 
 
-def policy_section(target: Target, cache: StageCache) -> bytes:
-    """Return the policy of every bundle for a target, from the cache if it was made before."""
-    key = cache_key(POLICY, {"target": target.id, "compiler": compiler_digest()})
+def policy_section(target: Target, cache: StageCache, *, fixed: bool) -> bytes:
+    """Return the policy of every bundle for a target, from the cache if it was made before.
+
+    Args:
+        target: What is compiled for.
+        cache: Where `policy` entries are.
+        fixed: Leave the device nothing to measure or adapt: constant-time plans.
+    """
+    facts: dict[str, Json] = {"target": target.id, "compiler": compiler_digest(), "fixed": fixed}
+    key = cache_key(POLICY, facts)
     stored = cache.get(POLICY, key)
     if stored is not None:
         return stored[POLICY]
     from compiler.kernels.policy_model import seed_policy  # numpy loads here only
 
-    data = seed_policy(target.id).to_bytes()
+    data = seed_policy(target.id, fixed=fixed).to_bytes()
     cache.put(POLICY, key, {POLICY: data})
     return data
 

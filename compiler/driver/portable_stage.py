@@ -101,7 +101,9 @@ def make_portable(
         weight_facts = _weight_report(lowered.module, packed, old, record)
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     with clock.stage("plan"):
-        banded = band_module(directory, spec, learned.module, packed.packed, record, cache)
+        banded = Banded(learned.module)
+        if not is_constant_time:  # how many experts a step takes would tell its routing entropy
+            banded = band_module(directory, spec, learned.module, packed.packed, record, cache)
         emitted, sections, plan_facts = _planned(spec, banded, packed, record, is_constant_time)
     more = _pass_facts(lowered, banded) | removed.report()
     facts = plan_facts | weight_facts | dict(learned.facts) | more

@@ -4,7 +4,8 @@
 
 `compile --constant-time` asks for it. What a plan does then depends on its shapes, on how many
 tokens a run has and on which experts a router chose, never on values: every weight is read whole,
-no zero is looked for, and the kernels choose by masks. Results keep their bits, because every
+no zero is looked for, and the kernels choose by masks. Such a bundle has no entropy bands, and its
+policy is fixed: the device measures nothing to choose by. Results keep their bits, because every
 layout and every check gives the bits of the dense product.
 
 Protected: activations, and the values and zeros of weights. Not protected, because each of them is

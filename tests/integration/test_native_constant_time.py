@@ -10,6 +10,8 @@ import pytest
 from compiler.contract.native import NativePlan
 from compiler.contract.plan import parse_plan
 from compiler.contract.plan_format import Kind
+from compiler.contract.policy import parse_policy
+from compiler.driver import portable_stage
 from compiler.driver.compile import compile_model
 from compiler.driver.explain.text import explain_lines
 from compiler.driver.options import CompileOptions
@@ -182,6 +184,22 @@ def test_it_refuses_operations_that_go_where_values_say() -> None:
     assert not any(KERNELS[op].is_reference for op in CONSTANT_TIME)
 
 
+def test_how_many_experts_a_step_takes_does_not_follow_its_entropy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    whole = portable_stage.band_module
+    monkeypatch.setattr(
+        portable_stage, "band_module", lambda *given: tried.append(1) or whole(*given)
+    )
+    directory = linear_submission(tmp_path / "submission")
+    options = CompileOptions("x86-64-v3", "block", "1", cache_dir=tmp_path / "cache")
+    compile_model(directory, replace(options, constant_time=True))
+    assert not tried
+    compile_model(directory, options)
+    assert tried
+
+
 def test_a_compilation_says_that_it_was_asked(tmp_path: Path) -> None:
     directory = linear_submission(tmp_path / "submission")
     options = CompileOptions("x86-64-v3", "block", "1", cache_dir=tmp_path / "cache")
@@ -192,5 +210,7 @@ def test_a_compilation_says_that_it_was_asked(tmp_path: Path) -> None:
     assert "constant_time" not in plain.report["provenance"]
     assert leveled.manifest.provenance_sha256 != plain.manifest.provenance_sha256
     assert plain.sections["plan"] == leveled.sections["plan"]  # nothing in it depended on values
+    policies = [parse_policy(bundle.sections["policy"]) for bundle in (plain, leveled)]
+    assert [policy.is_fixed for policy in policies] == [False, True]
     lines = explain_lines(leveled.report, leveled.report["explained"])
     assert any(line.startswith("constant time") for line in lines)
