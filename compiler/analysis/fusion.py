@@ -41,6 +41,7 @@ INVARIANTS: Final[Mapping[Op, Invariant]] = MappingProxyType(
         Op.LINEAR_F32: Invariant.CONTRACTION,
         Op.LINEAR_W8: Invariant.CONTRACTION,
         Op.CONV2D: Invariant.CONTRACTION,
+        Op.CONV_DEPTHWISE: Invariant.CONTRACTION,
         Op.ROUTE: Invariant.CONTRACTION,
         Op.EXPERTS: Invariant.CONTRACTION,
         Op.ADD: Invariant.UNION,

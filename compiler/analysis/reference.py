@@ -202,8 +202,11 @@ def _conv2d(op: Any, run: Execution) -> list[Array]:
     images = x.reshape(-1, p["H"], p["W"], x.shape[-1])
     images = np.pad(images, ((0, 0), (p["pad"],) * 2, (p["pad"],) * 2, (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(images, (p["kh"], p["kw"]), axis=(1, 2))
-    windows = windows[:, :: p["stride"], :: p["stride"]].transpose(0, 1, 2, 4, 5, 3)
-    y = windows.reshape(-1, weight.shape[1]) @ weight.T
+    windows = windows[:, :: p["stride"], :: p.get("stride_x", p["stride"])]
+    if op.is_depthwise:
+        y = (windows.reshape(-1, *weight.shape) * weight).sum(axis=-1)
+    else:
+        y = windows.transpose(0, 1, 2, 4, 5, 3).reshape(-1, weight.shape[1]) @ weight.T
     y = y if op.bias is None else y + run.at(op.bias)
     return [ACTIVATIONS[op.act.data](y)]
 

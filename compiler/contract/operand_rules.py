@@ -180,16 +180,32 @@ def _rope(c: Operands) -> None:
 
 
 def _conv2d(c: Operands) -> None:
-    x, y, weight = c.source(0), c.result(0), c.weight(0)
+    x, weight = c.source(0), c.weight(0)
+    _windows(c, "CONV2D", weight.rows)
+    columns = c.number("kh") * c.number("kw") * x.cols
+    need(weight.cols == columns, f"CONV2D weight needs {columns} columns")
+
+
+def _depthwise(c: Operands) -> None:
+    x, weight = c.source(0), c.weight(0)
+    _windows(c, "CONV_DEPTHWISE", x.cols)
+    taps = c.number("kh") * c.number("kw")
+    fits = (weight.rows, weight.cols) == (taps, x.cols)
+    need(fits, f"CONV_DEPTHWISE weight must be ({taps}, {x.cols})")
+
+
+def _windows(c: Operands, name: str, channels: int) -> None:
+    """Check whole images against one row of `channels` per window, and the bias."""
+    x, y = c.source(0), c.result(0)
     kh, kw, stride, pad = (c.number(n) for n in ("kh", "kw", "stride", "pad"))
+    across = int(c.params.get("stride_x", 0)) or stride
     height, width = c.number("H"), c.number("W")
     images = x.rows // (height * width)
-    fixed(x, images * height * width, x.cols, "CONV2D input")
-    need(height + 2 * pad >= kh and width + 2 * pad >= kw, "CONV2D window exceeds the padded image")
-    rows = ((height + 2 * pad - kh) // stride + 1) * ((width + 2 * pad - kw) // stride + 1)
-    fixed(y, images * rows, weight.rows, "CONV2D result")
-    need(weight.cols == kh * kw * x.cols, f"CONV2D weight needs {kh * kw * x.cols} columns")
-    vector(c.maybe_weight(1), weight.rows, "CONV2D bias")
+    fixed(x, images * height * width, x.cols, f"{name} input")
+    need(height + 2 * pad >= kh and width + 2 * pad >= kw, f"{name} window exceeds the padded image")
+    rows = ((height + 2 * pad - kh) // stride + 1) * ((width + 2 * pad - kw) // across + 1)
+    fixed(y, images * rows, channels, f"{name} result")
+    vector(c.maybe_weight(1), channels, f"{name} bias")
 
 
 def _rows_concat(c: Operands) -> None:
@@ -313,6 +329,7 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
         Op.ATTENTION_ROW: Rule(("f32", "f32?"), ("f32",), prune_rules.attention_row),
         Op.PRUNE: Rule(("f32", "f32"), ("f32", "i32"), prune_rules.prune),
         Op.CONV2D: Rule(("f32",), ("f32",), _conv2d, ("f32", "f32?")),
+        Op.CONV_DEPTHWISE: Rule(("f32",), ("f32",), _depthwise, ("f32", "f32?")),
         Op.ROWS_CONCAT: Rule(("any?", "any?"), ("any",), _rows_concat, ("f32?",)),
         Op.ROWS_SLICE: Rule(("any",), ("any",), _rows_slice),
         Op.ADD: _BINARY,

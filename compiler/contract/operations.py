@@ -139,6 +139,10 @@ class Op(IntEnum):
     Only LSTM has cells. A run-time number of rows needs batch 1."""
     RECURRENT_F32 = 32
     """As RECURRENT with weight f32; only here the kind may be GRU_RESET_BEFORE."""
+    CONV_DEPTHWISE = 33
+    """x (N*H*W, C); weight f32 (kh*kw, C), [bias f32 (C)] -> (N*Ho*Wo, C): every channel by itself,
+    otherwise as CONV2D. Rows of windows are `stride` apart, columns stride_x (0 = stride). Taps in
+    the padding are left out."""
     REF_MOVE = 128
     """Reference operations work on flat operands as their geometry, weight i32 0, says; the layout
     is in `compiler.contract.reference`. Sources are inputs or further weights, f32 or i32.
@@ -311,6 +315,18 @@ def _act() -> Param:
     return Param("act", 0, max(Act), int(Act.NONE))
 
 
+def _windows() -> tuple[Param, ...]:
+    return (
+        Param("kh", 1, 64),
+        Param("kw", 1, 64),
+        Param("stride", 1, 64),
+        Param("pad", 0, 64),
+        _act(),
+        Param("H", 1, MAX_DIM),
+        Param("W", 1, MAX_DIM),
+    )
+
+
 PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
     {
         Op.IMAGE_U8: (_f("divide", 1e-30), _f("subtract")),
@@ -342,15 +358,8 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
             Param("cols", 0, MAX_DIM, 0),
         ),
         Op.PRUNE: (Param("k", 1, MAX_DIM), Param("score_offset", 0, MAX_DIM, 0)),
-        Op.CONV2D: (
-            Param("kh", 1, 64),
-            Param("kw", 1, 64),
-            Param("stride", 1, 64),
-            Param("pad", 0, 64),
-            _act(),
-            Param("H", 1, MAX_DIM),
-            Param("W", 1, MAX_DIM),
-        ),
+        Op.CONV2D: _windows(),
+        Op.CONV_DEPTHWISE: (*_windows(), Param("stride_x", 0, 64, 0)),
         Op.ROWS_CONCAT: (),
         Op.ROWS_SLICE: (Param("start", -1, MAX_DIM), Param("count", -1, MAX_DIM)),
         Op.ADD: (_act(),),

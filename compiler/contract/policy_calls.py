@@ -22,6 +22,7 @@ OP_KINDS: Final[Mapping[Op, CallKind]] = MappingProxyType(
         Op.MOE_LAYER: CallKind.EXPERTS,
         Op.ATTENTION: CallKind.ATTENTION,
         Op.CONV2D: CallKind.CONV,
+        Op.CONV_DEPTHWISE: CallKind.CONV,
     }
 )
 """Kinds of calls by operation; others are OTHER."""

@@ -192,7 +192,11 @@ class NormOp(IRDLOperation):
 
 @irdl_op_definition
 class Conv2dOp(IRDLOperation):
-    """Convolution of images in HWC order: x (N*H*W, Ci), weight (Co, kh*kw*Ci) in (ky, kx, ci)."""
+    """Convolution of images in HWC order: x (N*H*W, Ci), weight (Co, kh*kw*Ci) in (ky, kx, ci).
+
+    Depthwise is weight (Ci, kh*kw): every channel by itself. A seventh number of its geometry is
+    the stride across, if that is not the stride down.
+    """
 
     name = "sp.conv2d"
     x = operand_def(TensorType)
@@ -202,7 +206,7 @@ class Conv2dOp(IRDLOperation):
     act = prop_def(StringAttr)
     result = result_def(TensorType)
     traits = traits_def(Pure(), SparsityInvariant())
-    FIELDS: ClassVar[tuple[str, ...]] = ("H", "W", "kh", "kw", "stride", "pad")
+    FIELDS: ClassVar[tuple[str, ...]] = ("H", "W", "kh", "kw", "stride", "pad", "stride_x")
 
     def __init__(
         self,
@@ -213,9 +217,9 @@ class Conv2dOp(IRDLOperation):
         *,
         act: str = "none",
     ) -> None:
-        height, width, kh, kw, stride, pad = geometry
+        height, width, kh, kw, stride, pad, *across = geometry
         images = shape_of(x)[0].constant // (height * width)
-        rows = ((height + 2 * pad - kh) // stride + 1) * ((width + 2 * pad - kw) // stride + 1)
+        rows = ((height + 2 * pad - kh) // stride + 1) * ((width + 2 * pad - kw) // (*across, stride)[0] + 1)
         super().__init__(
             operands=[x, weight, bias],
             properties={"geometry": integers(geometry), "act": StringAttr(act)},
@@ -224,15 +228,23 @@ class Conv2dOp(IRDLOperation):
 
     def parameters(self) -> dict[str, int]:
         """Return height, width, window, stride and padding by name."""
-        return dict(zip(self.FIELDS, map(int, self.geometry.get_values()), strict=True))
+        return dict(zip(self.FIELDS, map(int, self.geometry.get_values()), strict=False))
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether every channel is convolved by itself; one channel counts as dense."""
+        p, x, weight = self.parameters(), shape_of(self.x), shape_of(self.weight)
+        return x[1] != Dim(1) and (weight[0], weight[1]) == (x[1], Dim(p["kh"] * p["kw"]))
 
     def verify_(self) -> None:
-        """Rows are whole images of H*W and weight columns are kh*kw*Ci."""
+        """Rows are whole images of H*W and weight columns are kh*kw*Ci, or kh*kw by channel."""
         p, x, weight = self.parameters(), shape_of(self.x), shape_of(self.weight)
+        require(len(p) >= len(self.FIELDS) - 1, self, "its geometry has too few numbers")
         require(self.act.data in ACTS, self, f"unknown act {self.act.data!r}")
         images, rest = divmod(x[0].constant, p["H"] * p["W"])
         require(x[0].is_static and images > 0 and not rest, self, "rows are not whole images")
-        require(weight[1] == x[1].times(p["kh"] * p["kw"]), self, "weight columns do not fit")
+        dense = weight[1] == x[1].times(p["kh"] * p["kw"]) and "stride_x" not in p
+        require(dense or self.is_depthwise, self, "weight columns do not fit")
 
 
 @irdl_op_definition

@@ -102,6 +102,7 @@ def _specs() -> tuple[KernelSpec, ...]:
         KernelSpec(Op.RECURRENT_F32, "templates/recurrent.c.in", scratch=True),
         KernelSpec(Op.EXPERT_PREFETCH, "templates/pages.c.in"),
         KernelSpec(Op.EXPERT_LOAD, "templates/pages.c.in"),
+        KernelSpec(Op.CONV_DEPTHWISE, "templates/depthwise.c.in"),
     )
 
 

@@ -204,10 +204,13 @@ def _prune_top_p(op: PruneTopPOp, sel: Selection) -> Values:
 
 
 def _conv2d(op: Conv2dOp, sel: Selection) -> Values:
+    weight = sel.array(op.weight)
+    if op.is_depthwise and weight is not None:
+        weight = np.ascontiguousarray(weight.T)
     return sel.call(
-        Op.CONV2D,
+        Op.CONV_DEPTHWISE if op.is_depthwise else Op.CONV2D,
         [sel.matrix(op.x)],
-        [sel.weight(sel.array(op.weight)), sel.weight(sel.array(op.bias))],
+        [sel.weight(weight), sel.weight(sel.array(op.bias))],
         {**op.parameters(), "act": ACTS[op.act.data]},
         [sel.result_type(op.result)],
     )

@@ -9,8 +9,9 @@ After:
     %2 = %y' as (1, Co, Ho, Wo)
 
 The two layout changes are movement; between convolutions, and before the usual "flatten and
-transpose to tokens", they cancel. Several images are rows one after the other, (N*H*W, C). Left
-out: groups, dilation, strides or padding that differ by axis.
+transpose to tokens", they cancel. Several images are rows one after the other, (N*H*W, C). A group
+for every channel (depthwise) has w' (C, kh*kw), and there the strides may differ by axis. Left out:
+other groups, dilation, padding that differs by side, a dense one whose strides differ.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from compiler.passes.rewriting import insert_before, replace, sweep
 
 @dataclass(frozen=True)
 class RaiseConv(Pass):
-    """Recognise plain 2-D convolutions and a ReLU behind them."""
+    """Recognise plain and depthwise 2-D convolutions and a ReLU behind them."""
 
     name: ClassVar[str] = "raise-conv"
 
@@ -91,20 +92,26 @@ def _to_images(rows: SSAValue, shape: Sequence[Dim]) -> list[ReshapeOp | Transpo
 
 
 def _geometry(op: OnnxOp) -> tuple[int, ...] | None:
-    """Return H, W, kh, kw, stride, pad, or None if one number is not enough for each."""
-    shape = shape_of(op.arguments[0])
+    """Return H, W, kh, kw, stride, pad, or None if one number is not enough for each.
+
+    A depthwise convolution may have its stride across as a seventh.
+    """
+    shape, kernel = (shape_of(value) for value in op.arguments[:2])
     strides, dilations, pads = (attr(op, key) for key in ("strides", "dilations", "pads"))
-    if len(shape) != 4 or not shape[0].is_static or attr(op, "group") != 1:
+    if len(shape) != 4 or not shape[0].is_static:
+        return None
+    groups = attr(op, "group")
+    if groups != 1 and not (shape[1] == kernel[0] == Dim(groups) and kernel[1] == Dim(1)):
         return None
     if not all(isinstance(item, list) for item in (strides, dilations, pads)):
         return None
     assert isinstance(strides, list)
     assert isinstance(pads, list)
-    if len(set(strides)) != 1 or len(set(pads)) != 1 or dilations != [1, 1]:
+    across = strides[1:] if strides[0] != strides[1] else []
+    if (across and groups == 1) or len(set(pads)) != 1 or dilations != [1, 1]:
         return None
-    kernel = shape_of(op.arguments[1])
     height, width = shape[2].constant, shape[3].constant
-    return (height, width, kernel[2].constant, kernel[3].constant, strides[0], pads[0])
+    return (height, width, kernel[2].constant, kernel[3].constant, strides[0], pads[0], *across)
 
 
 def _with_relu(op: OnnxOp) -> tuple[OnnxOp, str]:

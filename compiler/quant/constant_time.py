@@ -30,7 +30,7 @@ CONSTANT_TIME: Final = frozenset(
         *(Op.IMAGE_U8, Op.EMBED, Op.LINEAR, Op.LINEAR_F32, Op.NORM, Op.ROPE, Op.ATTENTION),
         *(Op.CONV2D, Op.ROWS_CONCAT, Op.ROWS_SLICE, Op.ADD, Op.MUL, Op.SUB, Op.DIV, Op.UNARY),
         *(Op.SOFTMAX, Op.ROUTE, Op.EXPERTS, Op.ARGMAX, Op.COLS_CONCAT, Op.COLS_SLICE),
-        *(Op.MOE_LAYER, Op.EXPERT_PREFETCH, Op.EXPERT_LOAD),
+        *(Op.MOE_LAYER, Op.EXPERT_PREFETCH, Op.EXPERT_LOAD, Op.CONV_DEPTHWISE),
     }
 )
 """Operations whose kernels go one way whatever the values are."""

@@ -172,6 +172,33 @@ def _conv2d(s: Step) -> Results:
     return (act(s.numerics, s.number("act"), total if bias is None else total + bias),)
 
 
+def _depthwise(s: Step) -> Results:
+    kh, kw, down, pad = (s.number(name) for name in ("kh", "kw", "stride", "pad"))
+    across = s.number("stride_x") or down
+    height, width = s.number("H"), s.number("W")
+    x, weight = s.source(0), s.constant(0)
+    images = x.reshape(-1, height, width, x.shape[1])
+    out_h, out_w = (height + 2 * pad - kh) // down + 1, (width + 2 * pad - kw) // across + 1
+    total = np.zeros((len(images), out_h, out_w, x.shape[1]), s.numerics.dtype)
+    for tap, taps in enumerate(weight):
+        rows, seen_rows = _tap_within(tap // kw - pad, down, out_h, height)
+        columns, seen_columns = _tap_within(tap % kw - pad, across, out_w, width)
+        total[:, rows, columns] += images[:, seen_rows, seen_columns] * taps
+    total, bias = total.reshape(-1, x.shape[1]), s.maybe_constant(1)
+    return (act(s.numerics, s.number("act"), total if bias is None else total + bias),)
+
+
+def _tap_within(at: int, stride: int, count: int, size: int) -> tuple[slice, slice]:
+    """Return which of `count` windows see a tap inside the image, and what they see.
+
+    Window i sees place `at + i * stride` of an axis of `size`.
+    """
+    first = max(0, -(at // stride))
+    end = max(first, min(count, -((at - size) // stride)))
+    start = at + first * stride
+    return slice(first, end), slice(start, start + (end - first) * stride, stride)
+
+
 def _rows_concat(s: Step) -> Results:
     constant = s.maybe_constant(0)
     parts = [constant if part is None else part for part in (s.inputs[0], s.maybe_source(1))]
@@ -252,6 +279,7 @@ OPERATIONS: Final[Mapping[Op, Callable[[Step], Results]]] = MappingProxyType(
         Op.ATTENTION_SCORE: _attention_score,
         Op.PRUNE_TOP_P: _prune_top_p,
         Op.CONV2D: _conv2d,
+        Op.CONV_DEPTHWISE: _depthwise,
         Op.ROWS_CONCAT: _rows_concat,
         Op.ROWS_SLICE: _rows_slice,
         Op.ADD: _binary(np.add),

@@ -183,15 +183,24 @@ def _prune_top_p(d: Draw) -> None:
     d.call(Op.PRUNE_TOP_P, inputs, outputs, **params)
 
 
-def _conv2d(d: Draw) -> None:
-    kh, kw, stride, pad = d.size(5), d.size(5), d.size(3), d.size(3) - 1
-    height, width = (max(1, k - 2 * pad) + d.size(9) - 1 for k in (kh, kw))
-    depth, channels, images = d.size(20), d.size(40), d.size(2)
-    out = ((height + 2 * pad - kh) // stride + 1) * ((width + 2 * pad - kw) // stride + 1)
-    weights = [d.weight(floats(d.rng, channels, kh * kw * depth)), d.maybe(channels)]
-    params = {"kh": kh, "kw": kw, "stride": stride, "pad": pad, "H": height, "W": width}
-    x, y = d.x(images * height * width, depth), d.y(images * out, channels)
-    d.call(Op.CONV2D, [x], [y], weights, act=d.pick(Act), **params)
+def _conv(op: Op) -> Generator:
+    def generate(d: Draw) -> None:
+        kh, kw, stride, pad = d.size(5), d.size(5), d.size(3), d.size(3) - 1
+        height, width = (max(1, k - 2 * pad) + d.size(9) - 1 for k in (kh, kw))
+        depth, images, across = d.size(40), d.size(2), stride
+        params = {"kh": kh, "kw": kw, "stride": stride, "pad": pad, "H": height, "W": width}
+        if op is Op.CONV2D:
+            channels = d.size(40)
+            weight = floats(d.rng, channels, kh * kw * depth)
+        else:
+            channels, weight = depth, floats(d.rng, kh * kw, depth)
+            params["stride_x"] = d.pick((0, 1, 2, 3))
+            across = params["stride_x"] or stride
+        out = ((height + 2 * pad - kh) // stride + 1) * ((width + 2 * pad - kw) // across + 1)
+        x, y = d.x(images * height * width, depth), d.y(images * out, channels)
+        d.call(op, [x], [y], [d.weight(weight), d.maybe(channels)], act=d.pick(Act), **params)
+
+    return generate
 
 
 def _rows_concat(d: Draw) -> None:
@@ -381,7 +390,7 @@ GENERATORS: Final[Mapping[Op, Generator]] = MappingProxyType(
         Op.ATTENTION: _attention,
         Op.ATTENTION_ROW: _attention_row,
         Op.PRUNE: _prune,
-        Op.CONV2D: _conv2d,
+        **{op: _conv(op) for op in (Op.CONV2D, Op.CONV_DEPTHWISE)},
         Op.ROWS_CONCAT: _rows_concat,
         Op.ROWS_SLICE: _rows_slice,
         **{op: _binary(op) for op in (Op.ADD, Op.MUL, Op.SUB, Op.DIV)},

@@ -81,12 +81,26 @@ def conv() -> Case:
     return Case.of(module)
 
 
+def depthwise() -> Case:
+    side, channels = 24, 100
+    module = single_call(
+        Op.CONV_DEPTHWISE,
+        [(side * side, channels, "f32")],
+        [(side * side, channels, "f32")],
+        [f32(25, channels), f32(channels)],
+        {"kh": 5, "kw": 5, "stride": 1, "pad": 2, "act": Act.SILU, "H": side, "W": side},
+        max_tokens=ROWS,
+    )
+    return Case.of(module)
+
+
 CASES = {
     "linear": linear(Op.LINEAR),
     "linear_f32": linear(Op.LINEAR_F32),
     "experts": experts(),
     "attention": attention(),
     "conv2d": conv(),
+    "conv_depthwise": depthwise(),
 }
 
 

@@ -199,6 +199,25 @@ def conv(
     )  # fmt: skip
 
 
+def depthwise(
+    side: int, channels: int, kernel: int, stride: int, pad: int, across: int = 0, images: int = 1
+) -> OpCase:
+    height = side + 2
+    out_h = (height + 2 * pad - kernel) // stride + 1
+    out_w = (side + 2 * pad - kernel) // (across or stride) + 1
+    return OpCase(
+        f"CONV_DEPTHWISE-{side}-{channels}-{kernel}-{stride}-{pad}-{across}-{images}",
+        Op.CONV_DEPTHWISE,
+        [(images * height * side, channels, "f32")],
+        [(images * out_h * out_w, channels, "f32")],
+        [f32(kernel * kernel, channels), f32(channels) if pad else None],
+        {
+            "kh": kernel, "kw": kernel, "stride": stride, "pad": pad,
+            "act": Act.SILU if across else Act.RELU, "H": height, "W": side, "stride_x": across,
+        },
+    )  # fmt: skip
+
+
 def route(
     width: int, experts: int, k: int, order: RouteOrder, *, bias: bool = False,
     correction: bool = False, measured: bool = False, **params: float,
@@ -394,6 +413,9 @@ CASES = [
     attention(32, 4, keys=1), attention(48, 4, groups=2, keys=50), attention(33, 3, keys=9),
     conv(9, 1, 8, 3, 2, 1), conv(8, 3, 13, 3, 1, 1), conv(11, 5, 24, 5, 2, 0),
     conv(6, 16, 32, 1, 1, 0), conv(7, 3, 19, 3, 2, 1, images=3), conv(5, 2, 8, 3, 1, 0, images=2),
+    depthwise(9, 1, 3, 1, 1), depthwise(11, 37, 3, 2, 1), depthwise(12, 16, 5, 1, 2, images=2),
+    depthwise(8, 24, 3, 2, 1, across=1), depthwise(7, 20, 5, 1, 2, across=3),
+    depthwise(3, 40, 3, 1, 4), depthwise(6, 8, 2, 2, 0, images=3), depthwise(2, 9, 5, 1, 3),
     *(route(20, 7, k, order) for k in (1, 2, 7) for order in RouteOrder),
     route(33, 16, 2, RouteOrder.TOPK_SOFTMAX, bias=True),
     route(33, 16, 2, RouteOrder.SPARSEMIXER, bias=True, jitter=0.02),

@@ -285,6 +285,7 @@ _RULES: Final[Mapping[Op, Callable[[ProgramCosts, PlanCall], CallCost]]] = Mappi
         Op.LINEAR_F32: _matrix,
         Op.LINEAR_W8: _matrix,
         Op.CONV2D: _matrix,
+        Op.CONV_DEPTHWISE: _matrix,
         Op.RECURRENT: _matrix,
         Op.RECURRENT_F32: _matrix,
         Op.ATTENTION: _attention,

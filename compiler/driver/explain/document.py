@@ -214,7 +214,7 @@ def fused_parts(call: PlanCall) -> list[Json]:
     parts: list[Json] = []
     if call.params.get("norm"):
         parts.append(f"{NormKind(int(call.params['norm']) - 1).name.lower()} norm before")
-    if call.op in (*LINEARS, Op.CONV2D):
+    if call.op in (*LINEARS, Op.CONV2D, Op.CONV_DEPTHWISE):
         if len(call.weights) > 1 and call.weights[1] >= 0:
             parts.append("bias")
         if len(call.inputs) > 1 and call.inputs[1] >= 0:

@@ -1,0 +1,111 @@
+"""Convolutions of f32 images against ONNX Runtime f32; rows of `benchmarks.kernels` that inform.
+
+Sizes are those of PP-OCRv4 and of MobileNet. Ours takes rows of channels (HWC) and sums every
+output in one order, without contraction, on every machine; theirs takes planes (CHW) and contracts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from benchmarks import peers_f32
+from benchmarks.kernels_ops import OneCall, medians, versus
+from benchmarks.runner import Claim
+from compiler.kernels.program import Act, Op
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution of one image; depthwise if it has as many groups as channels.
+
+    Attributes:
+        height: Of the image, as `width`.
+        channels: Of the image, as `filters` of the result.
+        kernel: Side of the window; padding keeps the size at stride 1.
+    """
+
+    height: int
+    width: int
+    channels: int
+    filters: int
+    kernel: int
+    stride: int = 1
+    depthwise: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is and its size."""
+        kind = "depthwise" if self.depthwise else "direct"
+        side = f"{self.kernel}x{self.kernel}s{self.stride}"
+        return f"{kind}.{side}.{self.height}x{self.width}x{self.channels}-{self.filters}"
+
+
+LAYERS: Final = (
+    Layer(112, 112, 64, 64, 3, depthwise=True),
+    Layer(56, 56, 128, 128, 3, 2, depthwise=True),
+    Layer(12, 160, 240, 240, 5, depthwise=True),
+    Layer(14, 14, 512, 512, 3, depthwise=True),
+    Layer(56, 56, 64, 128, 1),
+    Layer(14, 14, 512, 512, 1),
+    Layer(12, 160, 240, 240, 1),
+    Layer(56, 56, 24, 96, 3),
+    Layer(224, 224, 3, 32, 3, 2),
+)
+
+
+def _operands(layer: Layer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return x (1, C, H, W), w (M, C/groups, k, k) and the bias, f32."""
+    random = np.random.default_rng(3)
+    depth = 1 if layer.depthwise else layer.channels
+    shapes = (
+        (1, layer.channels, layer.height, layer.width),
+        (layer.filters, depth, layer.kernel, layer.kernel),
+        (layer.filters,),
+    )
+    x, w, bias = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return x, w, bias
+
+
+def _candidates(target: str, layer: Layer, threads: int) -> Mapping[str, peers_f32.Run]:
+    """Return our ways by the name of their operation, and `peer`."""
+    x, w, bias = _operands(layer)
+    pad, rows = layer.kernel // 2, layer.height * layer.width
+    out = ((layer.height - 1) // layer.stride + 1) * ((layer.width - 1) // layer.stride + 1)
+    taps = w.transpose(0, 2, 3, 1).reshape(layer.filters, -1)
+    window = {
+        "kh": layer.kernel, "kw": layer.kernel, "stride": layer.stride, "pad": pad,
+        "H": layer.height, "W": layer.width,
+    }  # fmt: skip
+    ways = {Op.CONV2D: (taps, window)}
+    if layer.depthwise:
+        ways = {Op.CONV_DEPTHWISE: (np.ascontiguousarray(taps.T), window)}
+    elif layer.kernel == layer.stride == 1:
+        ways[Op.LINEAR_F32] = (taps, {})
+    pixels = np.ascontiguousarray(x[0].transpose(1, 2, 0).reshape(rows, -1))
+    found: dict[str, peers_f32.Run] = {}
+    for op, (weight, params) in ways.items():
+        ports = [(rows, layer.channels)], (out, layer.filters)
+        act = {"act": Act.NONE, **params}
+        plan = OneCall(op, *ports, (weight, bias), act).load(target, threads)
+        found[op.name] = lambda plan=plan: plan.run("run", {"x0": pixels.data})  # type: ignore[misc]
+    group = layer.channels if layer.depthwise else 1
+    found["peer"] = peers_f32.conv(
+        x, w, bias, stride=layer.stride, pad=pad, group=group, threads=threads
+    )
+    return found
+
+
+def claims(target: str) -> list[Claim]:
+    """Return every layer, on one thread and on two, against ONNX Runtime with as many."""
+    rows = []
+    for layer in LAYERS:
+        for threads in (1, 2):
+            found = medians(_candidates(target, layer, threads))
+            theirs = found.pop("peer")
+            for way, ours in found.items():
+                note = f"f32, with the call, {threads} threads, {target}"
+                name = f"kernels.conv.{layer.name}.{way.lower()}.{threads}t"
+                rows.append(versus(name, ours, peers_f32.NAME, theirs, None, note))
+    return rows
