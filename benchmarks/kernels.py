@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks import kernels_nm, kernels_w8, peer_table
+from benchmarks import kernels_conv, kernels_nm, kernels_w8, peer_table
 from benchmarks.kernels_ops import op_claims
 from benchmarks.kernels_policy import policy_claims
 from benchmarks.kernels_skip import skip_claims
@@ -309,6 +309,7 @@ def measure() -> list[Claim]:
         *prefill_claims(target.id),
         *kernels_w8.claims(target.id, measured),
         *kernels_nm.claims(target.id, measured),
+        *kernels_conv.claims(target.id, measured),
         *call_claims(target.id),
         *op_claims(target.id),
         *trace_claims(target.id),

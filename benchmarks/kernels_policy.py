@@ -22,8 +22,8 @@ from compiler.contract.plan import parse_plan
 from compiler.contract.policy import CELLS, parse_policy
 from compiler.contract.selftest import parse_selftest
 from compiler.driver.options import CompiledBundle
-from compiler.emitters.c import render_kernels
-from compiler.emitters.toolchain import build_kernels, compile_shared
+from compiler.emitters.backends import build_kernels, render_kernels
+from compiler.emitters.toolchain import compile_shared
 from compiler.hardware.targets import find_target
 from compiler.kernels.program import Op
 from device_agent.runtime.bundle import LoadedBundle

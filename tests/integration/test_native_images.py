@@ -1,4 +1,4 @@
-"""Convolutions of several images: the fast kernel, no layout change between two of them."""
+"""Convolutions of images: the fast kernels, no layout change between two of them."""
 
 from pathlib import Path
 
@@ -36,6 +36,58 @@ def stacked(path: Path) -> Path:
     opsets = [helper.make_opsetid("", 17)]
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
     return path
+
+
+def grouped(path: Path, groups: int, filters: int) -> Path:
+    """Write a convolution of six channels in groups, padded, whose strides differ; then a plain."""
+    rng = np.random.default_rng(9)
+    weights = {
+        "w1": rng.normal(0, 0.3, (filters, 6 // groups, 5, 3)),
+        "b1": rng.normal(0, 0.3, filters),
+        "w2": rng.normal(0, 0.3, (4, filters, 1, 1)),
+    }
+    nodes = [
+        helper.make_node(
+            "Conv", ["x", "w1", "b1"], ["c1"], pads=[2] * 4, strides=[2, 1], group=groups
+        ),
+        helper.make_node("Relu", ["c1"], ["r1"]),
+        helper.make_node("Conv", ["r1", "w2"], ["y"]),
+    ]
+    kind = onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        nodes,
+        "grouped",
+        [helper.make_tensor_value_info("x", kind, ["n", 6, 8, 10])],
+        [helper.make_tensor_value_info("y", kind, ["n", 4, 4, 12])],
+        [numpy_helper.from_array(a.astype(np.float32), name) for name, a in weights.items()],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("groups", "filters", "calls"),
+    [
+        (6, 6, ["REF_MOVE", "CONV_DEPTHWISE", "CONV2D"]),
+        (6, 12, ["REF_CONV"]),
+        (3, 6, ["REF_CONV"]),
+    ],
+)
+@pytest.mark.parametrize("images", [1, 3])
+def test_a_group_for_every_channel_has_a_fast_kernel(
+    groups: int, filters: int, calls: list[str], images: int, tmp_path: Path
+) -> None:
+    source = grouped(tmp_path / "m.onnx", groups, filters)
+    case = GraphCase.of(source, tmp_path / "s", {"n": images})
+    made = [call.op.name for call in case.pipeline.module.programs[0].calls]
+    assert made[: len(calls)] == calls
+    x = np.random.default_rng(images).standard_normal((images, 6, 8, 10)).astype(np.float32)
+    native = case.native(feeds := case.feeds({"x": x}))
+    assert native == case.simulated(feeds)
+    (wanted,) = case.wanted({"x": x}).values()
+    found = case.array("tensor", native["tensor"], wanted)
+    assert relative_error(found, wanted) <= 1e-6
 
 
 @pytest.mark.parametrize("images", [1, 2, 5])

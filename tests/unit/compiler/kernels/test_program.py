@@ -251,6 +251,26 @@ BAD_CALLS: Sequence[tuple[str, Module]] = (
         ),
     ),
     (
+        "must be .9, 2.",
+        single_call(
+            Op.CONV_DEPTHWISE,
+            [(9, 2, F)],
+            [(1, 2, F)],
+            [("f32", ones(2, 9))],
+            {"kh": 3, "kw": 3, "stride": 1, "pad": 0, "H": 3, "W": 3},
+        ),
+    ),
+    (
+        "CONV_DEPTHWISE result",
+        single_call(
+            Op.CONV_DEPTHWISE,
+            [(9, 2, F)],
+            [(9, 2, F)],
+            [("f32", ones(9, 2))],
+            {"kh": 3, "kw": 3, "stride": 1, "pad": 1, "H": 3, "W": 3, "stride_x": 2},
+        ),
+    ),
+    (
         "at most one constant",
         single_call(Op.ROWS_CONCAT, [(2, 4, F), (2, 4, F)], [(5, 4, F)], [("f32", ones(1, 4))]),
     ),
