@@ -202,7 +202,8 @@ def _windows(c: Operands, name: str, channels: int) -> None:
     height, width = c.number("H"), c.number("W")
     images = x.rows // (height * width)
     fixed(x, images * height * width, x.cols, f"{name} input")
-    need(height + 2 * pad >= kh and width + 2 * pad >= kw, f"{name} window exceeds the padded image")
+    within = height + 2 * pad >= kh and width + 2 * pad >= kw
+    need(within, f"{name} window exceeds the padded image")
     rows = ((height + 2 * pad - kh) // stride + 1) * ((width + 2 * pad - kw) // across + 1)
     fixed(y, images * rows, channels, f"{name} result")
     vector(c.maybe_weight(1), channels, f"{name} bias")

@@ -219,7 +219,8 @@ class Conv2dOp(IRDLOperation):
     ) -> None:
         height, width, kh, kw, stride, pad, *across = geometry
         images = shape_of(x)[0].constant // (height * width)
-        rows = ((height + 2 * pad - kh) // stride + 1) * ((width + 2 * pad - kw) // (*across, stride)[0] + 1)
+        columns = (width + 2 * pad - kw) // (*across, stride)[0] + 1
+        rows = ((height + 2 * pad - kh) // stride + 1) * columns
         super().__init__(
             operands=[x, weight, bias],
             properties={"geometry": integers(geometry), "act": StringAttr(act)},

@@ -100,15 +100,17 @@ def _geometry(op: OnnxOp) -> tuple[int, ...] | None:
     strides, dilations, pads = (attr(op, key) for key in ("strides", "dilations", "pads"))
     if len(shape) != 4 or not shape[0].is_static:
         return None
-    groups = attr(op, "group")
-    if groups != 1 and not (shape[1] == kernel[0] == Dim(groups) and kernel[1] == Dim(1)):
+    is_plain = attr(op, "group") == 1
+    if not is_plain and not (kernel[1] == Dim(1) and kernel[0] == shape[1]):
         return None
     if not all(isinstance(item, list) for item in (strides, dilations, pads)):
         return None
     assert isinstance(strides, list)
     assert isinstance(pads, list)
+    if len(strides) != 2 or len(set(pads)) != 1 or dilations != [1, 1]:
+        return None
     across = strides[1:] if strides[0] != strides[1] else []
-    if (across and groups == 1) or len(set(pads)) != 1 or dilations != [1, 1]:
+    if across and is_plain:
         return None
     height, width = shape[2].constant, shape[3].constant
     return (height, width, kernel[2].constant, kernel[3].constant, strides[0], pads[0], *across)
