@@ -98,17 +98,15 @@ def make_portable(
         learned = learn_routing(lowered.module, record, base_widths(lowered.module, base[0]))
         begin_kernels(schedule_module(learned.module, record).module.ops)
         packed = pack_module(learned.module, base=old, record=record, pack=packing.pack)
-        weight_facts = _weight_report(lowered.module, packed, old, record)
+        weight_facts = _weight_report(lowered.module, packed, old, record) | removed.report()
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     with clock.stage("plan"):
         banded = Banded(learned.module)
         if not is_constant_time:  # how many experts a step takes would tell its routing entropy
             banded = band_module(directory, spec, learned.module, packed.packed, record, cache)
-        emitted, sections, plan_facts = _planned(spec, banded, packed, record, is_constant_time)
-    more = _pass_facts(lowered, banded) | removed.report()
-    facts = plan_facts | weight_facts | dict(learned.facts) | more
-    sections |= learned.sections
-    return Portable(sections, emitted.planes, lowered.ir_text, facts, emitted.plan)
+        made, parts, plan_facts = _planned(spec, banded, packed, record, is_constant_time)
+    facts = plan_facts | weight_facts | dict(learned.facts) | _pass_facts(lowered, banded)
+    return Portable(parts | dict(learned.sections), made.planes, lowered.ir_text, facts, made.plan)
 
 
 def _planned(
