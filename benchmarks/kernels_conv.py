@@ -2,6 +2,7 @@
 
 Sizes are those of PP-OCRv4 and of MobileNet. Ours takes rows of channels (HWC) and sums every
 output in one order, without contraction, on every machine; theirs takes planes (CHW) and contracts.
+Theirs also reorders to blocks of channels and back, which a whole model does once, not per layer.
 A run of ours is a plan of several equal calls, because a plan's inputs and outputs are copied and
 theirs are bound.
 """
