@@ -61,6 +61,7 @@ def session_run(
     model.ir_version = IR_VERSION
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     running = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
