@@ -13,6 +13,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from compiler.contract.manifest import NAME_PATTERN
+from compiler.contract.native_library import MAX_THREADS
 from device_agent.errors import ConfigurationError
 from device_agent.runtime.affinity import AUTO, require_cpus
 
@@ -185,7 +186,8 @@ def _converted(name: str, kind: object, value: object) -> Any:  # noqa: ANN401 -
     converters = {str: str, int: int, float: float, Path: Path}
     convert = converters[kind]  # type: ignore[index]
     acceptable = (int, float, str) if convert in (int, float) else (str, Path)
-    if isinstance(value, bool) or not isinstance(value, acceptable):
+    is_cut = convert is int and isinstance(value, float) and not value.is_integer()
+    if isinstance(value, bool) or not isinstance(value, acceptable) or is_cut:
         raise ConfigurationError(f"{name}: {value!r} is not a {convert.__name__}")
     try:
         return convert(value)
@@ -204,7 +206,7 @@ def _require_valid(config: AgentConfig) -> None:
         raise ConfigurationError(
             f"isa_limit {config.isa_limit!r}", hint="one of: " + ", ".join(ISA_LEVELS[1:])
         )
-    require_cpus(config.cpus)
+    _require_threads(config)
     if config.model and NAME_PATTERN.fullmatch(config.model) is None:
         raise ConfigurationError(f"model {config.model!r} must match {NAME_PATTERN.pattern}")
     for name in _NOT_NEGATIVE:
@@ -216,6 +218,14 @@ def _require_valid(config: AgentConfig) -> None:
     for name in ("probation_error_ratio", "probation_cutoff_ratio"):
         if not 0 < getattr(config, name) <= 1:
             raise ConfigurationError(f"{name} must be in (0, 1]")
+
+
+def _require_threads(config: AgentConfig) -> None:
+    require_cpus(config.cpus)
+    if not 0 <= config.threads <= MAX_THREADS:
+        raise ConfigurationError(
+            f"threads {config.threads}", hint=f"0, as many as help, to {MAX_THREADS}"
+        )
 
 
 _NOT_NEGATIVE: Final = (

@@ -127,7 +127,14 @@ def _live(disk: Disk, path: Path) -> dict[str, Any] | None:
         document = json.loads(disk.read_bytes(path, MAX_LIVE_BYTES))
     except (AgentError, ValueError):
         return None
-    return document if isinstance(document, dict) else None
+    if not isinstance(document, dict):
+        return None
+    return {"running": _is_alive(document.get("pid")), **document}
+
+
+def _is_alive(pid: object) -> bool:
+    """Return whether the agent that left the counters still runs."""
+    return isinstance(pid, int) and Path(f"/proc/{pid}").exists()
 
 
 def _flat(document: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -15,6 +15,8 @@ from typing import Final
 from compiler.contract.canonical import Json, canonical_bytes, parse_object
 from compiler.contract.errors import ContractError
 from compiler.contract.rule_language import (
+    Comparator,
+    Comparison,
     Condition,
     Signal,
     SignalKind,
@@ -90,7 +92,7 @@ def parse_rules(data: bytes) -> tuple[Rule, ...]:
     """
     document = parse_object(data, limit_bytes=MAX_RULES_BYTES)
     if document.keys() != {"schema", "rules"} or document["schema"] != SCHEMA:
-        raise ContractError(f"rules must be an object of schema {SCHEMA!r} and rules")
+        raise ContractError(f"a document has the fields schema, which is {SCHEMA!r}, and rules")
     rows = document["rules"]
     if not isinstance(rows, list) or len(rows) > MAX_RULES:
         raise ContractError(f"rules must be a list of at most {MAX_RULES}")
@@ -135,11 +137,13 @@ def require_falling(planned_bytes: Mapping[Rung, int]) -> None:
 
 def _rule(row: Json) -> Rule:
     if not isinstance(row, dict) or row.keys() != _FIELDS:
-        raise ContractError(f"a rule has the fields {', '.join(sorted(_FIELDS))}")
+        keys = sorted(row) if isinstance(row, dict) else row
+        raise ContractError(f"a rule has the fields {', '.join(sorted(_FIELDS))}; found {keys}")
     name = _text(row["name"], "name")
     if not name or len(name) > MAX_NAME or not name.isprintable():
         raise ContractError(f"a rule's name has 1 to {MAX_NAME} printable characters")
     when, leave = (_condition(row, name, field) for field in ("when", "leave"))
+    _require_gap(name, when, leave)
     used = {one.name for one in comparisons(when)}
     if not used & {one.name for one in comparisons(leave)}:
         raise ContractError(
@@ -151,9 +155,23 @@ def _rule(row: Json) -> Rule:
         when=when,
         leave=leave,
         rung=_rung(row["rung"], name),
-        priority=int(_number(row["priority"], f"rule {name!r}: priority", MAX_PRIORITY)),
+        priority=_whole(row["priority"], f"rule {name!r}: priority"),
         cooldown_s=_number(row["cooldown_s"], f"rule {name!r}: cooldown_s", MAX_COOLDOWN_S),
     )
+
+
+def _require_gap(name: str, when: Condition, leave: Condition) -> None:
+    """Refuse two plain comparisons of one signal that can hold at once: such a rule flutters."""
+    if not isinstance(when, Comparison) or not isinstance(leave, Comparison):
+        return
+    rises = when.comparator in (Comparator.ABOVE, Comparator.AT_LEAST)
+    falls = leave.comparator in (Comparator.BELOW, Comparator.AT_MOST)
+    apart = leave.limit < when.limit if rises else leave.limit > when.limit
+    if when.name == leave.name and (rises != falls or not apart):
+        raise ContractError(
+            f"rule {name!r}: 'when' and 'leave' can hold at once, or nothing lies between them",
+            hint="for example when temperature > 55 C, leave temperature < 50 C",
+        )
 
 
 def _condition(row: Mapping[str, Json], name: str, field: str) -> Condition:
@@ -167,13 +185,21 @@ def _condition(row: Mapping[str, Json], name: str, field: str) -> Condition:
 def _rung(value: Json, name: str) -> Rung:
     known = {rung.name.lower(): rung for rung in Rung if rung is not Rung.NORMAL}
     if not isinstance(value, str) or value not in known:
-        raise ContractError(f"rule {name!r}: unknown rung", hint=f"rungs: {', '.join(known)}")
+        raise ContractError(
+            f"rule {name!r}: unknown rung {value!r}", hint=f"rungs: {', '.join(known)}"
+        )
     return known[value]
 
 
 def _text(value: Json, what: str) -> str:
     if not isinstance(value, str):
         raise ContractError(f"{what} must be text")
+    return value
+
+
+def _whole(value: Json, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_PRIORITY:
+        raise ContractError(f"{what} must be a whole number of 0..{MAX_PRIORITY}")
     return value
 
 

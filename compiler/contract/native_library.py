@@ -10,10 +10,12 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import platform
 import threading
 import weakref
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from compiler.contract.native_errors import NativeError, UnsupportedPlanError
@@ -22,6 +24,10 @@ from compiler.contract.plan_format import ABI_VERSION
 
 MAX_KERNELS_BYTES: Final = 64 * 1024 * 1024
 MAX_THREADS: Final = 64
+_ELF: Final = b"\x7fELF"
+_MACHINES: Final[Mapping[int, str]] = MappingProxyType(
+    {62: "x86_64", 183: "aarch64", 243: "riscv64"}
+)
 _MFD_EXEC: Final = 0x10
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
@@ -44,6 +50,7 @@ class KernelLibrary:
             data = kernels.read_bytes() if isinstance(kernels, Path) else kernels
             if not 0 < len(data) <= MAX_KERNELS_BYTES:
                 raise NativeError(f"kernels of {len(data)} bytes are out of range")
+            _require_machine(data)
             fd = _sealed_file(data)
         except OSError as error:
             raise NativeError(f"kernels cannot be read: {error}") from error
@@ -114,6 +121,27 @@ class KernelLibrary:
     def close(self) -> None:
         """Unload the library; nothing of it may be called afterwards."""
         self._unload()
+
+
+def _require_machine(data: bytes) -> None:
+    """Refuse what is no shared library, or one for another processor, before the loader sees it.
+
+    Raises:
+        NativeError: It is not for this machine. Format: System V ABI, ELF header.
+    """
+    here = platform.machine()
+    if data[:4] != _ELF:
+        raise NativeError(
+            "these kernels are no native library",
+            hint="they are for another kind of processor; the simulator runs any bundle",
+        )
+    machine = int.from_bytes(data[18:20], "little")
+    name = _MACHINES.get(machine, f"machine {machine}")
+    if here in _MACHINES.values() and name != here:
+        raise NativeError(
+            f"these kernels are for {name}, this machine is {here}",
+            hint="use such a machine; the simulator runs any bundle",
+        )
 
 
 def _unload(handle: int, fd: int) -> None:

@@ -25,10 +25,12 @@ from compiler.contract.errors import ContractError
 
 MAX_TEXT: Final = 1_000
 MAX_DEPTH: Final = 16
+MAX_DIGITS: Final = 15
 MAX_FOR_S: Final = 86_400.0
 RATE_WINDOW_S: Final = 60.0
 _TOKEN: Final = re.compile(
-    r"(?:(\d+(?:\.\d+)?)|([a-z_][a-z0-9_]*|°?C|%|[A-Z][A-Za-z]*)|([<>]=?|[()]))"
+    r"(?:(\d+(?:\.\d+)?)|([a-z_][a-z0-9_]*|°?C|%|[A-Z][A-Za-z]*)|([<>]=?|[()]))",
+    re.ASCII,
 )
 _TIMES: Final[Mapping[str, float]] = MappingProxyType({"ms": 1e-3, "s": 1.0, "min": 60.0})
 
@@ -143,7 +145,10 @@ def _tokens(text: str) -> list[_Token]:
         at = len(text) - len(left)
         match = _TOKEN.match(text, at)
         if match is None:
-            raise ContractError(f"character {at + 1}: cannot read {left[:12]!r}")
+            raise ContractError(
+                f"character {at + 1}: cannot read {left[:12]!r}",
+                hint="comparisons are <, <=, > and >=",
+            )
         number, word, sign = match.groups()
         found = number or word or sign
         tokens.append(_Token(found, match.end() - len(found), number is not None))
@@ -219,6 +224,8 @@ class _Parser:
     def _number(self) -> float:
         if not self._token.is_number:
             raise self._error("expected a number")
+        if len(self._token.text) > MAX_DIGITS:
+            raise self._error(f"a number has at most {MAX_DIGITS} characters")
         self._next += 1
         return float(self._tokens[self._next - 1].text)
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from compiler.contract.native_abi import C_STRUCTS
 from compiler.contract.operations import Op
-from compiler.contract.plan_format import ABI_VERSION
+from compiler.contract.plan_format import ABI_VERSION, Status
 from compiler.emitters.backends import emitter_for
 from compiler.emitters.c import CEmitter
 from compiler.emitters.interface import EmitterError
@@ -23,6 +23,11 @@ from compiler.hardware.targets import Target
 LIBRARY: Final = "libmoe_kernels.a"
 HEADER: Final = "moe_kernels.h"
 _EXPORT: Final = re.compile(r"^SF_EXPORT (.+?) \{", re.MULTILINE)
+_OPEN_C: Final = '#ifdef __cplusplus\nextern "C" {\n#endif\n'
+_CLOSE_C: Final = "#ifdef __cplusplus\n}\n#endif\n"
+_STATUSES: Final = "/* Every int32_t that a function returns is a status: {} */\n".format(
+    ", ".join(f"{status.value} {status.name}" for status in Status)
+)
 _PAGER: Final = "typedef int32_t (*sf_pager)(void *user, uint32_t event, uint32_t weight);"
 
 
@@ -53,6 +58,7 @@ def header(source: str, target: Target) -> str:
     return (
         f"/* Kernels for {target.id}, ABI {ABI_VERSION}; see docs/formats/plan.md. */\n"
         "#ifndef MOE_KERNELS_H\n#define MOE_KERNELS_H\n#include <stdint.h>\n\n"
+        f"{_OPEN_C}\n"
         + "\n".join(structs)
-        + f"\n{_PAGER}\n\n{functions}\n#endif\n"
+        + f"\n{_PAGER}\n\n{_STATUSES}{functions}\n{_CLOSE_C}\n#endif\n"
     )

@@ -17,8 +17,9 @@ Operations outside `CONSTANT_TIME` are refused: those that move rows to where th
 reference kernels. A test compares the path and the addresses of each operation over values.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 from compiler.contract.operations import Op
@@ -34,6 +35,18 @@ CONSTANT_TIME: Final = frozenset(
     }
 )
 """Operations whose kernels go one way whatever the values are."""
+_NO_PRUNING: Final = "export the model without pruning of tokens: which rows stay is an address"
+_WAYS: Final[Mapping[Op, str]] = MappingProxyType(
+    {
+        Op.PRUNE: _NO_PRUNING,
+        Op.PRUNE_TOP_P: _NO_PRUNING,
+        Op.ATTENTION_ROW: _NO_PRUNING,
+        Op.ATTENTION_SCORE: _NO_PRUNING,
+        Op.LINEAR_W8: "take weights of four bits: `import --quantise w4`",
+    }
+)
+_OTHER_WAY: Final = "avoid operators that `explain` marks (reference)"
+"""What else a user can do, by operation."""
 
 
 def constant_time(module: Module) -> Module:
@@ -51,13 +64,14 @@ def constant_time(module: Module) -> Module:
 
 
 def _require_known(ops: Iterable[Op]) -> None:
-    others = sorted(op.name for op in ops if op not in CONSTANT_TIME)
-    if others:
-        raise UnsupportedOperatorError(
-            f"no constant-time kernel for {', '.join(others)}",
-            hint="compile without --constant-time, or without pruning and operators that need "
-            "reference kernels",
-        )
+    others = sorted(op for op in ops if op not in CONSTANT_TIME)
+    if not others:
+        return
+    ways = dict.fromkeys(_WAYS.get(op, _OTHER_WAY) for op in others)
+    raise UnsupportedOperatorError(
+        f"no constant-time kernel for {', '.join(op.name for op in others)}",
+        hint="; ".join((*ways, "or compile without --constant-time")),
+    )
 
 
 def _unchecked(call: Call) -> Call:

@@ -29,8 +29,10 @@ _KNOWN: Final = re.compile(
     r"|asimd\w*|sve\w*|sme\w*|i8mm|bf16|fphp|sha[1235]\w*|crc32|atomics|fp"
     r"|z[vb]\w*|zfh\w*"
 )
-_SIZE: Final = re.compile(r"(\d+)K")
-_SIZE_NUMBER: Final = re.compile(r"\d+")
+_LEVELS: Final = ("1", "2", "3")
+_UNITS_KB: Final = {"K": 1, "M": 1024}
+_SIZE: Final = re.compile(r"([0-9]{1,9})([KM])")
+_SIZE_NUMBER: Final = re.compile(r"[0-9]{1,15}(?![0-9])")
 _FEATURE_KEYS: Final = ("flags", "Features")
 _NAME_KEYS: Final = ("model name", "Model", "Hardware")
 
@@ -119,8 +121,8 @@ def _cache_sizes_kb(folder: Path) -> dict[int, int]:
     for index in sorted(folder.glob("index*")):
         level, kind, size = (_read(index / name).strip() for name in ("level", "type", "size"))
         match = _SIZE.fullmatch(size)
-        if kind != "Instruction" and match and level.isdigit():
-            sizes.setdefault(int(level), int(match[1]))
+        if kind != "Instruction" and match and level in _LEVELS:
+            sizes.setdefault(int(level), int(match[1]) * _UNITS_KB[match[2]])
     return sizes
 
 

@@ -16,8 +16,8 @@ _THERMAL: Final = "sys/class/thermal"
 _POWER: Final = "sys/class/power_supply"
 _CPUINFO: Final = "proc/cpuinfo"
 _MEMINFO: Final = "proc/meminfo"
-_CLOCK: Final = re.compile(r"^cpu MHz\s*:\s*([0-9.]+)", re.MULTILINE)
-_MEMORY: Final = re.compile(r"^(MemTotal|MemAvailable):\s*(\d+) kB", re.MULTILINE)
+_CLOCK: Final = re.compile(r"^cpu MHz\s*:\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*$", re.MULTILINE)
+_MEMORY: Final = re.compile(r"^(MemTotal|MemAvailable):\s*([0-9]{1,15}) kB", re.MULTILINE)
 _HOTTEST_C: Final = 150.0
 _COLDEST_C: Final = -60.0
 MICRO: Final = 1e-6
@@ -107,7 +107,9 @@ def memory_pressure(root: Path = ROOT) -> float | None:
     """Return the share of memory that is not available, percent."""
     told = {name: int(kb) for name, kb in _MEMORY.findall(_read(root / _MEMINFO))}
     total, available = told.get("MemTotal"), told.get("MemAvailable")
-    return None if not total or available is None else 100.0 * (1.0 - available / total)
+    if not total or available is None or available > total:
+        return None
+    return 100.0 * (1.0 - available / total)
 
 
 def accelerators(root: Path = ROOT) -> tuple[str, ...]:
@@ -118,6 +120,7 @@ def accelerators(root: Path = ROOT) -> tuple[str, ...]:
 def _battery(folder: Path) -> Battery:
     status = _read(folder / "status").strip()
     volts = _scaled(folder / "voltage_now", MICRO)
+    volts = volts if volts is not None and volts > 0 else None
     watts = _scaled(folder / "power_now", MICRO)
     joules = _scaled(folder / "energy_now", MICRO * SECONDS_PER_HOUR)
     if volts is not None:
@@ -130,7 +133,7 @@ def _battery(folder: Path) -> Battery:
         percent=percent if percent is not None and 0 <= percent <= 100 else None,
         is_discharging=status == "Discharging" if status not in {"", "Unknown"} else None,
         watts=None if watts is None else abs(watts),
-        joules=joules,
+        joules=joules if joules is not None and joules >= 0 else None,
     )
 
 
@@ -143,13 +146,14 @@ def _number(path: Path) -> float | None:
     """Return the whole number in a file of `/sys`, or None."""
     words: Iterable[str] = _read(path).split()[:1]
     for word in words:
-        if re.fullmatch(r"-?\d{1,18}", word):
+        if re.fullmatch(r"-?[0-9]{1,18}", word):
             return float(word)
     return None
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+    return "".join(ch for ch in text if ch.isprintable() or ch in "\n\t")

@@ -19,7 +19,7 @@ OFF: Final = "off"
 MAX_CPU: Final = 1023
 _CORES: Final = Path("sys/devices/system/cpu")
 _FIGURES: Final = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
-_LIST: Final = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*")
+_LIST: Final = re.compile(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", re.ASCII)
 
 
 def parse_cpus(text: str) -> frozenset[int]:
@@ -33,9 +33,10 @@ def parse_cpus(text: str) -> frozenset[int]:
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    if not found or max(found) > MAX_CPU:
-        raise ConfigurationError(f"cpus {text!r}", hint=f"cores are 0 to {MAX_CPU}, in order")
+        cores = range(int(first), int(last or first) + 1)
+        if not cores or cores[-1] > MAX_CPU:
+            raise ConfigurationError(f"cpus {text!r}", hint=f"cores are 0 to {MAX_CPU}, in order")
+        found.update(cores)
     return frozenset(found)
 
 

@@ -146,7 +146,7 @@ def test_weights_do_not_change_the_path(target: str, zeros: float) -> None:
         found = set()
         for sections in (first.sections, second.sections):
             data = sections["weights.shared"]
-            plan._weights.view[: len(data)] = data
+            plan.weights.memory.view[: len(data)] = data
             take_trace(plan)
             plan.run("run", values)
             found.add(take_trace(plan))

@@ -73,6 +73,14 @@ def test_it_loads_two_libraries_side_by_side(case: Case) -> None:
         plan.close()
 
 
+def test_it_says_for_which_machine_kernels_are(case: Case) -> None:
+    foreign = build_kernels(find_target("aarch64"), case.module.ops, CACHE)
+    for kernels, message in ((foreign, "for aarch64, this machine is"), (b"__kernel", "no native")):
+        with pytest.raises(NativeError, match=message) as caught:
+            NativePlan(kernels, case.emitted.plan_bytes, case.emitted.sections)
+        assert "simulator" in caught.value.hint
+
+
 @pytest.mark.parametrize("kernels", [b"", b"\x7fELF", bytes(1000)], ids=["empty", "short", "zeros"])
 def test_it_refuses_what_is_no_library(case: Case, kernels: bytes) -> None:
     before = open_files()

@@ -48,7 +48,9 @@ def test_the_owner_can_say_it_or_switch_it_off(tmp_path: Path) -> None:
     assert AgentConfig(cpus="4-7").cpus == "4-7"
 
 
-@pytest.mark.parametrize("text", ["", "big", "4-", "-4", "1,,2", "7-4", "5000", "1 2", "0-1024"])
+@pytest.mark.parametrize(
+    "text", ["", "big", "4-", "-4", "1,,2", "7-4", "7-4,1", "\u0663", "5000", "1 2", "0-1024"]
+)
 def test_it_refuses_what_is_no_list(text: str) -> None:
     with pytest.raises(ConfigurationError, match="cpus"):
         AgentConfig(cpus=text)

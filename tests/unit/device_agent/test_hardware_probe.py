@@ -93,6 +93,35 @@ class TestSensors:
         (battery,) = sensors.batteries(root)
         assert battery == sensors.Battery(None, None, None, None)
 
+    def test_other_nonsense_is_unknown_too(self, tmp_path: Path) -> None:
+        supply = "sys/class/power_supply/BAT0"
+        root = write(
+            tmp_path,
+            {
+                "proc/cpuinfo": "cpu MHz\t: 1.2.3\ncpu MHz\t: .\n",
+                "proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 1000 kB\n",
+                "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "slow\x07\n",
+                f"{supply}/type": "Battery",
+                f"{supply}/voltage_now": "-4000000",
+                f"{supply}/charge_now": "3000000",
+                "sys/devices/system/cpu/cpu0/cache/index0/level": "\u00b2",
+                "sys/devices/system/cpu/cpu0/cache/index0/type": "Data",
+                "sys/devices/system/cpu/cpu0/cache/index0/size": "9" * 5000 + "K",
+                "sys/devices/system/cpu/cpu0/cache/index1/level": "3",
+                "sys/devices/system/cpu/cpu0/cache/index1/type": "Unified",
+                "sys/devices/system/cpu/cpu0/cache/index1/size": "32M",
+            },
+        )
+        assert sensors.clock_mhz(root) is None
+        assert sensors.memory_pressure(root) is None
+        assert sensors.governor(root) == "slow"
+        assert sensors.batteries(root)[0].joules is None
+        found = probe(device_class="pc", root=root)
+        assert (found.l1d_kb, found.l3_kb) == (0, 32 * 1024)
+        (root / "proc/meminfo").write_text(f"MemTotal: {'9' * 5000} kB\nMemAvailable: 1 kB\n")
+        assert sensors.memory_pressure(root) is None
+        assert probe(device_class="pc", root=root).ram_bucket_mb == 512
+
     def test_a_virtual_machine_tells_its_clock_elsewhere(self, tmp_path: Path) -> None:
         write(tmp_path, {"proc/cpuinfo": "cpu MHz\t\t: 2596.0\ncpu MHz\t\t: 3100.5\n"})
         assert sensors.clock_mhz(tmp_path) == 3100.5
