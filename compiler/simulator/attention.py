@@ -165,8 +165,23 @@ def _all_rows(s: Step, q: Array, seen: Seen, past: int | None) -> Array:
     terms, total = softmax_terms(s, scores)
     if seen.value_scales is not None:
         terms = terms * shared(seen.value_scales)[..., 0][:, None, :]
-    y = s.numerics.running_sum(terms, values) * (s.numerics.dtype(1) / total)
+    y = _mixed(s, terms, values, past) * (s.numerics.dtype(1) / total)
     return np.asarray(y.transpose(1, 0, 2).reshape(q.shape))
+
+
+def _mixed(s: Step, terms: Array, values: Array, past: int | None) -> Array:
+    """Return (H, R, hd): terms (H, R, J) times values (H, J, hd), added up in key order.
+
+    What a row may not see has terms of 0, and is left out where 0 times it would not be 0.
+    """
+    if past is None or np.isfinite(values).all():
+        return s.numerics.running_sum(terms, values)
+    ends = [past + row + 1 for row in range(terms.shape[1])]
+    rows = [
+        s.numerics.running_sum(terms[:, row : row + 1, :end], values[:, :end])
+        for row, end in enumerate(ends)
+    ]
+    return np.concatenate(rows, axis=1)
 
 
 def _code_scores(q: Array, keys: Array, scales: Array, scale: Array) -> Array:

@@ -37,11 +37,12 @@ def route(s: Step) -> Results:
         index, gate = _mixer(s, logits, k)
         return index, _scaled(s, gate), *measured
     scores = choice = _scores(s, logits, order)
+    gone = None
     if order in SIGMOID_ORDERS:
         correction = s.maybe_constant(2)
         choice = scores if correction is None else scores + correction
-        choice = _kept_groups(s, choice)
-    index = best(choice, k)
+        gone = _outside_groups(s, choice)
+    index = best(choice, k, gone)
     gate = np.take_along_axis(scores, index, axis=1)
     if order == RouteOrder.TOPK_SOFTMAX:
         gate = s.numerics.exp(gate - gate[:, :1])
@@ -81,32 +82,30 @@ def _in_order(s: Step, values: Array) -> Array:
     return total
 
 
-def _kept_groups(s: Step, choice: Array) -> Array:
-    """Return scores with everything outside the best groups at minus infinity."""
+def _outside_groups(s: Step, choice: Array) -> Array | None:
+    """Return flags of what lies outside the best groups; None without groups."""
     groups = s.number("groups")
     if not groups:
-        return choice
+        return None
     split = choice.reshape(len(choice), groups, -1)
     top = np.take_along_axis(split, best(split, s.number("group_take")), axis=-1)
     kept = best(_in_order(s, top), s.number("top_groups"))
     outside = np.ones((len(choice), groups), bool)
     np.put_along_axis(outside, kept, values=False, axis=1)
-    masked = np.where(outside[:, :, None], s.numerics.dtype(-np.inf), split)
-    return np.asarray(masked.reshape(choice.shape))
+    return outside.repeat(split.shape[-1], axis=1)
 
 
 def _mixer(s: Step, logits: Array, k: int) -> tuple[Array, Array]:
-    left, columns = logits, []
+    gone, columns = np.zeros(logits.shape, bool), []
     for _ in range(k):
-        chosen = best(left, 1)
-        top = np.take_along_axis(left, chosen, axis=1)
+        chosen = best(logits, 1, gone)
+        top = np.take_along_axis(logits, chosen, axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
             far = (top - logits) / np.maximum(np.abs(logits), top) > s.real("jitter")
-        near = np.where(far, s.numerics.dtype(-np.inf), left)
+        near = np.where(far | gone, s.numerics.dtype(-np.inf), logits)
         _, total = softmax_terms(s, near)
         columns.append((chosen.astype(np.int32), s.numerics.dtype(1) / total))
-        left = left.copy()
-        np.put_along_axis(left, chosen, s.numerics.dtype(-np.inf), axis=1)
+        np.put_along_axis(gone, chosen, values=True, axis=1)
     index, gate = zip(*columns, strict=True)
     return np.concatenate(index, axis=1), np.concatenate(gate, axis=1)
 

@@ -146,9 +146,15 @@ def softmax_terms(s: Step, scores: Array) -> tuple[Array, Array]:
     return terms, s.numerics.total(terms)[..., None]
 
 
-def best(scores: Array, k: int) -> Array:
-    """Return the positions of the k best along the last axis; ties to the lower, NaN last."""
-    order: Array = np.argsort(-scores, axis=-1, kind="stable")
+def best(scores: Array, k: int, gone: Array | None = None) -> Array:
+    """Return the positions of the k best along the last axis; ties to the lower, NaN last.
+
+    What is `gone` (flags of the shape of the scores) comes even after NaN.
+    """
+    if gone is None:
+        order: Array = np.argsort(-scores, axis=-1, kind="stable")
+    else:
+        order = np.lexsort((-scores, gone), axis=-1)
     return order[..., :k]
 
 
