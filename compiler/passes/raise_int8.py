@@ -10,7 +10,8 @@ After:
 
 The weights stay what the file stores. Rows of x are rounded one by one, each by its own largest
 element, where the file rounds all of x by its range: another error of the same size. A product that
-is too small or too wide for the kernel stays as it is, exact.
+is too small or too wide for the kernel stays as it is, exact. A step with more axes than the
+product adds axes of size one to it: an `sp.reshape` behind the `sp.linear`.
 """
 
 from dataclasses import dataclass
@@ -22,11 +23,11 @@ from xdsl.ir import Operation, SSAValue
 
 from compiler.analysis.constants import Array
 from compiler.dialects.sp import LinearOp, OnnxOp
-from compiler.dialects.types import dtype_of
+from compiler.dialects.types import dtype_of, shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.match import Bind, Env, OneOf, find, node
 from compiler.passes.raise_linear import RaiseLinear
-from compiler.passes.rewriting import insert_before, swap, sweep
+from compiler.passes.rewriting import insert_before, replace, reshaped, sweep
 
 _BYTES: Final = ("int8", "uint8")
 _SIZES: Final = RaiseLinear()
@@ -64,8 +65,10 @@ def _raise(op: Operation, ctx: PassContext) -> int:
     if x is None or weight is None or not _SIZES.fits(weight.shape):
         return 0
     constant = ctx.constants.add(weight)
-    insert_before(op, constant)
-    swap(op, LinearOp(x, constant.result, storage="w8"), ctx.origins)
+    linear = LinearOp(x, constant.result, storage="w8")
+    ctx.origins.stands(op, [linear])
+    insert_before(op, constant, linear)
+    replace(op, [reshaped(linear.result, shape_of(op.outputs[0]), op)], ctx.origins)
     return 1
 
 

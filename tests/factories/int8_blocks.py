@@ -15,6 +15,7 @@ class Bytes:
         dtype: Of the weights.
         zero: Their zero point; None leaves it out.
         per_column: One step per column of the weights, otherwise one for all.
+        step_shape: Axes that the steps are written with; None: as many as they need.
         order: `together` multiplies the steps first, `rows` and `weights` one after the other.
     """
 
@@ -23,6 +24,7 @@ class Bytes:
     dtype: str = "int8"
     zero: int | None = 0
     per_column: bool = True
+    step_shape: tuple[int, ...] | None = None
     order: str = "together"
 
 
@@ -30,7 +32,8 @@ def product(b: GraphBuilder, x: str, how: Bytes) -> str:
     """Write one dynamically quantised product without a bias."""
     limits = np.iinfo(how.dtype)
     codes = b.rng.integers(limits.min, limits.max + 1, (how.cols, how.rows))
-    steps = b.rng.uniform(0.001, 0.003, how.rows if how.per_column else ())
+    shape = (how.rows if how.per_column else ()) if how.step_shape is None else how.step_shape
+    steps = b.rng.uniform(0.001, 0.003, shape)
     quantised, step, zero = b.ops("DynamicQuantizeLinear", x, count=3)
     operands = [quantised, b.const(codes, how.dtype), zero]
     operands += [] if how.zero is None else [b.const(how.zero, how.dtype)]

@@ -83,6 +83,32 @@ def test_small_products_stay_exact(tmp_path: Path) -> None:
     assert "MatMulInteger" in text
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 48)])
+@pytest.mark.parametrize("order", ["together", "rows", "weights"])
+def test_a_step_that_adds_an_axis_gives_the_same_product(
+    tmp_path: Path, shape: tuple[int, ...], order: str
+) -> None:
+    how = replace(SYMMETRIC, order=order, step_shape=shape)
+
+    def block(b: GraphBuilder, x: str) -> str:
+        return b.op("Squeeze", product(b, x, how), b.ints(0))
+
+    def plain(b: GraphBuilder, x: str) -> str:
+        return product(b, x, replace(how, step_shape=shape[3:] if shape[3] > 1 else ()))
+
+    directories = [
+        write_block(tmp_path / each.__name__, each, width=how.cols) for each in (block, plain)
+    ]
+    x, results = block_rows(directories[0], 12), []
+    for module in (lowered(directory).module for directory in directories):
+        assert operations(module) == ["LINEAR_W8"]
+        simulator = Simulator(module, {}, mode="bits")
+        results.append(simulator.run_arrays("forward", {"tensor": x})["tensor"])
+    assert np.array_equal(*results)
+    theirs = reference_rows(directories[1], x)
+    assert np.abs(results[0] - theirs).max() / np.abs(theirs).max() < 0.02
+
+
 def test_two_products_share_their_rows(tmp_path: Path) -> None:
     def block(b: GraphBuilder, x: str) -> str:
         return b.op("Add", product(b, x, SYMMETRIC), product(b, x, SYMMETRIC))
