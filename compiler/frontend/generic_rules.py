@@ -4,6 +4,7 @@ Shapes come from the operator's own inference, constants from the reference eval
 project; both see one node at a time, with fixed sizes.
 """
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -11,7 +12,8 @@ import numpy as np
 import onnx
 from onnx import defs, helper, numpy_helper, shape_inference
 
-from compiler.frontend.values import Array, Known, Node, Runtime, Value, Values
+from compiler.contract.operations import RECURRENT_GATES, RecurrentKind
+from compiler.frontend.values import Array, Known, Node, Runtime, Value, Values, operand
 
 LATEST: Final = 26
 IR_VERSION: Final = 10
@@ -42,6 +44,48 @@ def inferred(node: Node, values: Values) -> list[Runtime]:
     except (shape_inference.InferenceError, RuntimeError) as error:
         raise ValueError(str(error).strip().splitlines()[-1]) from error
     return [_result(found, f"o{at}", name) for at, name in enumerate(node.outputs)]
+
+
+def integer_product(node: Node, values: Values) -> list[Runtime]:
+    """Return the result of MatMulInteger, whose zero points must be as its definition says.
+
+    Raises:
+        ValueError: A zero point has neither one element nor one per row of A or column of B.
+    """
+    for side, axis in ((0, -2), (1, -1)):
+        point = values[side + 2] if len(values) > side + 2 else None
+        matrix = operand(values, side).shape
+        if point is None or math.prod(point.shape) == 1:
+            continue
+        if len(matrix) == 1:
+            raise ValueError(f"zero point {point.shape} of a vector {matrix}")
+        count = matrix[axis]
+        whole = tuple(1 if at == -3 - axis else n for at, n in enumerate(matrix, -len(matrix)))
+        allowed = [(count,), whole]
+        if point.shape not in allowed:
+            texts = " or ".join(map(str, allowed))
+            raise ValueError(f"zero point {point.shape} of {matrix}; it may be () or {texts}")
+    return inferred(node, values)
+
+
+def recurrent(node: Node, values: Values) -> list[Runtime]:
+    """Return the results of LSTM, GRU or RNN, whose weights must have the size it names.
+
+    Raises:
+        ValueError: W (D, G*H, I), R (D, G*H, H) or B (D, 2*G*H) contradict `hidden_size` H, the
+            directions D or the input.
+    """
+    width, hidden = operand(values, 0).shape[-1], node.attrs["hidden_size"]
+    hidden = hidden or operand(values, 2).shape[-1]
+    directions = 1 + (node.attrs["direction"] == "bidirectional")
+    rows = RECURRENT_GATES[RecurrentKind[node.op]] * hidden
+    wanted = ((rows, width), (rows, hidden), (2 * rows,))
+    for name, value, sizes in zip("WRB", values[1:4], wanted, strict=False):
+        right = (directions, *sizes)
+        if value is not None and value.shape != right:
+            text = f"with hidden_size {hidden} it must be {right}"
+            raise ValueError(f"{name} is {value.shape}; {text}")
+    return inferred(node, values)
 
 
 def evaluated(node: Node, values: Values) -> list[Array]:

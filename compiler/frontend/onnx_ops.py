@@ -118,11 +118,11 @@ _SCHEMA_ROWS: Final = (
     *("Acos", "Acosh", "ArgMin", "Asin", "Asinh", "Atan", "Atanh"),
     *("AveragePool", "BatchNormalization", "BitwiseAnd", "BitwiseOr"),
     *("BitwiseXor", "CastLike", "Celu", "ConvInteger", "ConvTranspose", "Cosh", "CumSum"),
-    *("DepthToSpace", "DynamicQuantizeLinear", "Elu", "GRU", "Gelu"),
+    *("DepthToSpace", "DynamicQuantizeLinear", "Elu", "Gelu"),
     *("GlobalAveragePool", "GlobalMaxPool", "HardSigmoid", "HardSwish"),
-    *("Hardmax", "InstanceNormalization", "IsInf", "IsNaN", "LRN", "LSTM", "LeakyRelu"),
-    *("LogSoftmax", "LpNormalization", "MatMulInteger", "MaxPool", "Mean", "Mish", "Mod"),
-    *("PRelu", "Pad", "QLinearConv", "QLinearMatMul", "QuantizeLinear", "RNN"),
+    *("Hardmax", "InstanceNormalization", "IsInf", "IsNaN", "LRN", "LeakyRelu"),
+    *("LogSoftmax", "LpNormalization", "MaxPool", "Mean", "Mish", "Mod"),
+    *("PRelu", "Pad", "QLinearConv", "QLinearMatMul", "QuantizeLinear"),
     *("Resize", "ReverseSequence", "Round", "ScatterND", "Selu", "Shrink", "Sign", "Sinh"),
     *("Softplus", "Softsign", "SpaceToDepth", "Sum", "Tan", "ThresholdedRelu", "Trilu", "Xor"),
 )
@@ -175,6 +175,8 @@ _WINDOW_WAY_OUT: Final = "let its size be a constant"
 
 _ROWS: Final = (
     *map(_schema, _SCHEMA_ROWS),
+    *(replace(_schema(name), shapes=g.recurrent) for name in ("GRU", "LSTM", "RNN")),
+    replace(_schema("MatMulInteger"), shapes=g.integer_product),
     _known("BlackmanWindow", _WINDOW_WAY_OUT),
     _known("HammingWindow", _WINDOW_WAY_OUT),
     _known("HannWindow", _WINDOW_WAY_OUT),
