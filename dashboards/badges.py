@@ -39,6 +39,7 @@ TONES: Final[Mapping[str, str]] = MappingProxyType(
             IDLE,
             *("queued", "pending", "draft", "submitted", "skipped", "superseded", "removed"),
             *("retired", "cancelled", "no_data", "inactive", "control", "none", "never"),
+            "unverified",
         ),
         **_rows(
             LIVE,
@@ -59,7 +60,7 @@ TONES: Final[Mapping[str, str]] = MappingProxyType(
         **_rows(
             BAD,
             *("failed", "failed_user", "failed_app", "invalid", "rejected", "rolled_back"),
-            *("fail", "error", "unverified", "broken", "offline"),
+            *("fail", "error", "broken", "offline"),
         ),
     }
 )
