@@ -10,7 +10,10 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -293,28 +296,47 @@ def call_claims(target: str) -> list[Claim]:
     ]
 
 
+def cold_reader(target: str) -> Reader:
+    """Return what reads as many bytes as a walk over dense matrices."""
+    return Reader(target, MATRICES * N * K // 2, CACHE)
+
+
+PARTS: Final[Mapping[str, Callable[[str], Sequence[Claim]]]] = MappingProxyType(
+    {
+        "gemv": lambda target: walk_claims(target, cold_reader(target), gemv_walk()),
+        "moe": lambda target: walk_claims(target, cold_reader(target), routed_walk()),
+        "hot": hot_claims,
+        "blocks": sparse_claims,
+        "skip": lambda target: skip_claims(target, measured),
+        "prefill": prefill_claims,
+        "w8": lambda target: kernels_w8.claims(target, measured),
+        "nm": lambda target: kernels_nm.claims(target, measured),
+        "conv": lambda target: kernels_conv.claims(target, measured),
+        "call": call_claims,
+        "ops": op_claims,
+        "trace": trace_claims,
+        "policy": policy_claims,
+    }
+)
+"""Rows that are measured together, each part in a process of its own: what one peer leaves behind
+(threads, loaded libraries) has brought the next one down."""
+
+
+def part_claims(name: str, target: str) -> Sequence[Claim]:
+    """Measure one part."""
+    return PARTS[name](target)
+
+
 def measure() -> list[Claim]:
-    """Measure every row, one group of candidates after another."""
+    """Measure every part, one after another."""
     target = host_target()
     peer_table.require()
     if target is None:
         raise SystemExit("error: no target runs on this machine")
-    reader = Reader(target.id, MATRICES * N * K // 2, CACHE)
-    return [
-        *walk_claims(target.id, reader, gemv_walk()),
-        *walk_claims(target.id, reader, routed_walk()),
-        *hot_claims(target.id),
-        *sparse_claims(target.id),
-        *skip_claims(target.id, measured),
-        *prefill_claims(target.id),
-        *kernels_w8.claims(target.id, measured),
-        *kernels_nm.claims(target.id, measured),
-        *kernels_conv.claims(target.id, measured),
-        *call_claims(target.id),
-        *op_claims(target.id),
-        *trace_claims(target.id),
-        *policy_claims(target.id),
-    ]
+    context = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        parts = [pool.submit(part_claims, name, target.id) for name in PARTS]
+        return [claim for part in parts for claim in part.result()]
 
 
 if __name__ == "__main__":

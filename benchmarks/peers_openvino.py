@@ -26,9 +26,11 @@ def u4_walk(n: int, k: int, count: int, block: int, rows: int, threads: int) -> 
     """Return a run of `count` products of u4 weights in groups: x (rows, k) -> (rows, n)."""
     ov, op = import_module("openvino"), import_module("openvino.opset13")
     random = np.random.default_rng(1)
+    held: list[np.ndarray] = []  # a tensor of u4 points into its array and does not keep it
 
     def weight(_: int) -> object:
         codes = random.integers(0, 256, (n, k // 2), np.uint8)
+        held.append(codes)
         tensor = ov.Tensor(codes, ov.Shape([n, k // block, block]), ov.Type.u4)
         stored = op.convert(ov.op.Constant(tensor), "f16")
         zero = op.convert(op.constant(np.full((1, 1, 1), ZERO_POINT, np.uint8)), "f16")
@@ -37,7 +39,8 @@ def u4_walk(n: int, k: int, count: int, block: int, rows: int, threads: int) -> 
         shape = op.constant(np.array([n, k], np.int64))
         return op.convert(op.reshape(value, shape, False), "f32")
 
-    return _runner(weight, k, count, rows, threads, block)
+    run = _runner(weight, k, count, rows, threads, block)
+    return lambda: (run(), held)
 
 
 def i8_walk(n: int, k: int, count: int, rows: int, threads: int) -> Run:
