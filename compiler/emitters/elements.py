@@ -23,11 +23,9 @@ from compiler.quant.w4 import (
     GROUP,
     PANEL,
     ZERO_CODE,
-    Grid,
-    GridReport,
     PackedW4,
     W4Matrix,
-    pack_w4,
+    pack_stored,
     unpack_w4,
 )
 
@@ -70,8 +68,7 @@ def unpack_elements(kind: Kind, n: int, k: int, data: bytes) -> PackedW4:
         cols = entries & 0xFFFF
         codes[rows, cols] = (entries >> 16 & 0xFF).astype(np.uint8).view(np.int8) + ZERO_CODE
         scales[rows, cols // GROUP] = entries >> 24
-    row_scales = np.frombuffer(parts[0], "<f4")[:n].astype(np.float32)
-    return pack_w4(W4Matrix(codes, Grid(scales, row_scales), GridReport(scales.size)))
+    return pack_stored(codes, scales, np.frombuffer(parts[0], "<f4")[:n])
 
 
 def _entry_rows(kind: Kind, parts: list[bytes], n: int) -> Array:

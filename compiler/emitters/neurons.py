@@ -19,6 +19,7 @@ from compiler.quant.w4 import (
     GridReport,
     PackedW4,
     W4Matrix,
+    pack_stored,
     pack_w4,
     unpack_w4,
 )
@@ -53,7 +54,7 @@ def _unpack_columns(n: int, k: int, parts: list[bytes]) -> PackedW4:
     stored = np.frombuffer(parts[0], np.uint8).reshape(k, -1, 1, _HALF)
     codes = np.concatenate([stored & 15, stored >> 4], axis=2).reshape(k, -1).T
     scales = np.frombuffer(parts[1], np.uint8).reshape(-(-k // GROUP), -1).T
-    return _matrix(codes[:n], scales[:n], np.frombuffer(parts[2], "<f4")[:n])
+    return pack_stored(codes[:n], scales[:n], np.frombuffer(parts[2], "<f4")[:n])
 
 
 def _pack_up_rows(matrix: W4Matrix) -> tuple[bytes, ...]:
@@ -80,12 +81,7 @@ def _unpack_up_rows(n: int, k: int, parts: list[bytes]) -> PackedW4:
     both = np.concatenate([cells & 15, cells >> 4], axis=4).transpose(0, 1, 3, 2, 4, 5)
     codes = np.concatenate([gate.codes, both.reshape(half, -1)[:, :k]])
     scales = np.concatenate([gate.grid.scales, records[:, width : width + groups]])
-    return _matrix(codes, scales, np.concatenate([gate.grid.rows, rows[1, :half]]))
-
-
-def _matrix(codes: Array, scales: Array, rows: Array) -> PackedW4:
-    grid = Grid(np.ascontiguousarray(scales), rows.astype(np.float32))
-    return pack_w4(W4Matrix(np.ascontiguousarray(codes), grid, GridReport(scales.size)))
+    return pack_stored(codes, scales, np.concatenate([gate.grid.rows, rows[1, :half]]))
 
 
 def _part(matrix: W4Matrix, rows: slice) -> W4Matrix:

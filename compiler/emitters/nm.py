@@ -14,15 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler.contract.plan_format import GROUP, PANEL
-from compiler.quant.w4 import (
-    ZERO_CODE,
-    Grid,
-    GridReport,
-    PackedW4,
-    W4Matrix,
-    pack_w4,
-    unpack_w4,
-)
+from compiler.quant.w4 import ZERO_CODE, PackedW4, pack_stored, unpack_w4
 
 Array = NDArray[Any]
 HALF: Final = 16
@@ -55,11 +47,10 @@ def unpack_nm(n: int, k: int, parts: tuple[bytes, ...]) -> PackedW4:
     halves = np.full((panels, PANEL, groups, 2, HALF), ZERO_CODE, np.uint8)
     spread = np.broadcast_to(places[:, None], (panels, PANEL, groups, 2, KEPT)).astype(np.intp)
     np.put_along_axis(halves, spread, kept.transpose(0, 3, 1, 2, 4), axis=-1)
-    codes = np.ascontiguousarray(halves.reshape(panels * PANEL, groups * GROUP)[:n, :k])
+    codes = halves.reshape(panels * PANEL, groups * GROUP)[:n, :k]
     scales = np.frombuffer(parts[1], np.uint8).reshape(panels, groups, PANEL)
-    scales = np.ascontiguousarray(scales.transpose(0, 2, 1).reshape(-1, groups)[:n])
-    rows = np.frombuffer(parts[2], "<f4").astype(np.float32)[:n]
-    return pack_w4(W4Matrix(codes, Grid(scales, rows), GridReport(scales.size)))
+    scales = scales.transpose(0, 2, 1).reshape(-1, groups)[:n]
+    return pack_stored(codes, scales, np.frombuffer(parts[2], "<f4")[:n])
 
 
 def _halves(codes: Array) -> Array:

@@ -167,6 +167,17 @@ def gemv_w4(matrix: W4Matrix, x: NDArray[np.int8]) -> NDArray[np.int32]:
     return product.astype(np.int32)
 
 
+def pack_stored(
+    codes: NDArray[np.uint8], scales: NDArray[np.uint8], rows: NDArray[np.float32]
+) -> PackedW4:
+    """Return the packed weight of codes (N, K), scales (N, groups) and row scales (N).
+
+    For readers of other layouts: what they found is taken as it is, nothing is fitted.
+    """
+    grid = Grid(np.ascontiguousarray(scales), rows.astype(np.float32))
+    return pack_w4(W4Matrix(np.ascontiguousarray(codes), grid, GridReport(scales.size)))
+
+
 def pack_w4(matrix: W4Matrix) -> PackedW4:
     """Return the panel-16 bytes of a quantised matrix."""
     n, k = matrix.shape

@@ -18,6 +18,7 @@ from compiler.contract.fingerprint import (
     ram_bucket_mb,
 )
 from compiler.contract.plan_format import ABI_VERSION
+from device_agent.probe.sensors import read_file
 
 AGENT_PLAN_ABI: Final = ABI_VERSION
 _CPUINFO: Final = Path("proc/cpuinfo")
@@ -45,8 +46,8 @@ def probe(*, device_class: str, isa_limit: str = "", root: Path = Path("/")) -> 
         isa_limit: Report nothing above this ISA level; the `soc` field then says so.
         root: Where `proc` and `sys` are, for tests.
     """
-    cpu = _key_values(_read(root / _CPUINFO))
-    memory = _key_values(_read(root / _MEMINFO))
+    cpu = _key_values(read_file(root / _CPUINFO))
+    memory = _key_values(read_file(root / _MEMINFO))
     soc = _first(cpu, _NAME_KEYS) or platform.machine()
     features = isa_features(_isa_words(cpu))
     if isa_limit:
@@ -94,13 +95,6 @@ def limited(features: Iterable[str], level: str) -> tuple[str, ...]:
     return tuple(sorted(set(features) & allowed))
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 def _key_values(content: str) -> dict[str, str]:
     """Return the first value of every key of `key : value` lines."""
     found: dict[str, str] = {}
@@ -119,7 +113,7 @@ def _cache_sizes_kb(folder: Path) -> dict[int, int]:
     """Return data and unified cache sizes by level, KiB per instance."""
     sizes: dict[int, int] = {}
     for index in sorted(folder.glob("index*")):
-        level, kind, size = (_read(index / name).strip() for name in ("level", "type", "size"))
+        level, kind, size = (read_file(index / name).strip() for name in ("level", "type", "size"))
         match = _SIZE.fullmatch(size)
         if kind != "Instruction" and match and level in _LEVELS:
             sizes.setdefault(int(level), int(match[1]) * _UNITS_KB[match[2]])

@@ -65,7 +65,7 @@ def clock_mhz(root: Path = ROOT) -> float | None:
     """Return the present clock of the fastest core, MHz."""
     paths = sorted((root / _CPUS).glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
     told = [khz / 1e3 for path in paths if (khz := _number(path)) is not None]
-    told = told or [float(found) for found in _CLOCK.findall(_read(root / _CPUINFO))]
+    told = told or [float(found) for found in _CLOCK.findall(read_file(root / _CPUINFO))]
     return max((mhz for mhz in told if mhz > 0), default=None)
 
 
@@ -77,7 +77,7 @@ def top_clock_mhz(root: Path = ROOT) -> float | None:
 
 def governor(root: Path = ROOT) -> str | None:
     """Return the policy that sets the clock of the first core, e.g. `schedutil`."""
-    return _read(root / _CPUS / "cpu0/cpufreq/scaling_governor").strip() or None
+    return read_file(root / _CPUS / "cpu0/cpufreq/scaling_governor").strip() or None
 
 
 def thermal_zones(root: Path = ROOT) -> tuple[Zone, ...]:
@@ -89,7 +89,7 @@ def thermal_zones(root: Path = ROOT) -> tuple[Zone, ...]:
             continue
         celsius = millidegrees / 1e3
         if _COLDEST_C < celsius < _HOTTEST_C:
-            zones.append(Zone(_read(folder / "type").strip() or folder.name, celsius))
+            zones.append(Zone(read_file(folder / "type").strip() or folder.name, celsius))
     return tuple(zones)
 
 
@@ -97,15 +97,15 @@ def batteries(root: Path = ROOT) -> tuple[Battery, ...]:
     """Return the batteries of the machine; those of a mouse or a pen do not count."""
     found = []
     for folder in sorted((root / _POWER).glob("*")):
-        is_battery = _read(folder / "type").strip() == "Battery"
-        if is_battery and _read(folder / "scope").strip() != "Device":
+        is_battery = read_file(folder / "type").strip() == "Battery"
+        if is_battery and read_file(folder / "scope").strip() != "Device":
             found.append(_battery(folder))
     return tuple(found)
 
 
 def memory_pressure(root: Path = ROOT) -> float | None:
     """Return the share of memory that is not available, percent."""
-    told = {name: int(kb) for name, kb in _MEMORY.findall(_read(root / _MEMINFO))}
+    told = {name: int(kb) for name, kb in _MEMORY.findall(read_file(root / _MEMINFO))}
     total, available = told.get("MemTotal"), told.get("MemAvailable")
     if not total or available is None or available > total:
         return None
@@ -118,7 +118,7 @@ def accelerators(root: Path = ROOT) -> tuple[str, ...]:
 
 
 def _battery(folder: Path) -> Battery:
-    status = _read(folder / "status").strip()
+    status = read_file(folder / "status").strip()
     volts = _scaled(folder / "voltage_now", MICRO)
     volts = volts if volts is not None and volts > 0 else None
     watts = _scaled(folder / "power_now", MICRO)
@@ -144,14 +144,15 @@ def _scaled(path: Path, factor: float) -> float | None:
 
 def _number(path: Path) -> float | None:
     """Return the whole number in a file of `/sys`, or None."""
-    words: Iterable[str] = _read(path).split()[:1]
+    words: Iterable[str] = read_file(path).split()[:1]
     for word in words:
         if re.fullmatch(r"-?[0-9]{1,18}", word):
             return float(word)
     return None
 
 
-def _read(path: Path) -> str:
+def read_file(path: Path) -> str:
+    """Return what a file of `/proc` or `/sys` says, without control characters; empty if none."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
