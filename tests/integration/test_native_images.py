@@ -10,6 +10,36 @@ from onnx import helper, numpy_helper
 from tests.factories.graph_runs import GraphCase, relative_error
 
 
+def written(
+    path: Path,
+    nodes: list[onnx.NodeProto],
+    weights: dict[str, np.ndarray],
+    x: list[str | int],
+    y: list[str | int],
+) -> Path:
+    """Write a model of x and y, f32 of these sizes."""
+    kind = onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        nodes,
+        "images",
+        [helper.make_tensor_value_info("x", kind, x)],
+        [helper.make_tensor_value_info("y", kind, y)],
+        [numpy_helper.from_array(a.astype(np.float32), name) for name, a in weights.items()],
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+    return path
+
+
+def require_wanted(case: GraphCase, x: np.ndarray) -> None:
+    """Native code gives the simulator's bits, and what ONNX Runtime gives to 1e-6."""
+    native = case.native(feeds := case.feeds({"x": x}))
+    assert native == case.simulated(feeds)
+    (wanted,) = case.wanted({"x": x}).values()
+    found = case.array("tensor", native["tensor"], wanted)
+    assert relative_error(found, wanted) <= 1e-6
+
+
 def stacked(path: Path) -> Path:
     """Write two convolutions with ReLU, stride two in the second, of a free number of images."""
     rng = np.random.default_rng(8)
@@ -25,17 +55,7 @@ def stacked(path: Path) -> Path:
         helper.make_node("Conv", ["r1", "w2", "b2"], ["c2"], pads=[1] * 4, strides=[2, 2]),
         helper.make_node("Relu", ["c2"], ["y"]),
     ]
-    kind = onnx.TensorProto.FLOAT
-    graph = helper.make_graph(
-        nodes,
-        "stacked",
-        [helper.make_tensor_value_info("x", kind, ["n", 3, 8, 10])],
-        [helper.make_tensor_value_info("y", kind, ["n", 10, 4, 5])],
-        [numpy_helper.from_array(a.astype(np.float32), name) for name, a in weights.items()],
-    )
-    opsets = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
-    return path
+    return written(path, nodes, weights, ["n", 3, 8, 10], ["n", 10, 4, 5])
 
 
 def grouped(path: Path, groups: int, filters: int) -> Path:
@@ -53,17 +73,7 @@ def grouped(path: Path, groups: int, filters: int) -> Path:
         helper.make_node("Relu", ["c1"], ["r1"]),
         helper.make_node("Conv", ["r1", "w2"], ["y"]),
     ]
-    kind = onnx.TensorProto.FLOAT
-    graph = helper.make_graph(
-        nodes,
-        "grouped",
-        [helper.make_tensor_value_info("x", kind, ["n", 6, 8, 10])],
-        [helper.make_tensor_value_info("y", kind, ["n", 4, 4, 12])],
-        [numpy_helper.from_array(a.astype(np.float32), name) for name, a in weights.items()],
-    )
-    opsets = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
-    return path
+    return written(path, nodes, weights, ["n", 6, 8, 10], ["n", 4, 4, 12])
 
 
 @pytest.mark.parametrize(
@@ -83,11 +93,7 @@ def test_a_group_for_every_channel_has_a_fast_kernel(
     made = [call.op.name for call in case.pipeline.module.programs[0].calls]
     assert made[: len(calls)] == calls
     x = np.random.default_rng(images).standard_normal((images, 6, 8, 10)).astype(np.float32)
-    native = case.native(feeds := case.feeds({"x": x}))
-    assert native == case.simulated(feeds)
-    (wanted,) = case.wanted({"x": x}).values()
-    found = case.array("tensor", native["tensor"], wanted)
-    assert relative_error(found, wanted) <= 1e-6
+    require_wanted(case, x)
 
 
 @pytest.mark.parametrize("images", [1, 2, 5])
@@ -97,8 +103,4 @@ def test_it_convolves_images_one_after_the_other(images: int, tmp_path: Path) ->
     assert calls[:3] == ["REF_MOVE", "CONV2D", "CONV2D"]  # to rows once, nothing in between
     assert set(calls[3:]) == {"REF_MOVE"}
     x = np.random.default_rng(images).standard_normal((images, 3, 8, 10)).astype(np.float32)
-    native = case.native(feeds := case.feeds({"x": x}))
-    assert native == case.simulated(feeds)
-    (wanted,) = case.wanted({"x": x}).values()
-    found = case.array("tensor", native["tensor"], wanted)
-    assert relative_error(found, wanted) <= 1e-6
+    require_wanted(case, x)
