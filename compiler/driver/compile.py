@@ -19,6 +19,7 @@ from compiler.contract.plan_format import ABI_VERSION
 from compiler.contract.planes import Plane
 from compiler.contract.selftest import SelfTest, parse_selftest
 from compiler.driver.cache import StageCache, cache_key, scratch_directory
+from compiler.driver.caveats import caveats_of
 from compiler.driver.explain.document import explain_document
 from compiler.driver.explain.picture import picture
 from compiler.driver.kernel_stage import KernelBuild, find_kernels, make_kernels, tool_cache
@@ -294,6 +295,7 @@ class _Compilation:
             "provenance": self.provenance,
             **{name: fact for name, fact in portable.facts.items() if name != ORIGINS},
         }
+        report["caveats"] = caveats_of(report, self.options)
         return CompiledBundle(manifest, dict(sections), report, portable.ir_text, c_source)
 
     def _manifest(

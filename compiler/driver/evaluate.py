@@ -7,7 +7,7 @@ from pathlib import Path
 from compiler.contract.canonical import Json
 from compiler.contract.errors import ContractError
 from compiler.contract.native import NativePlan
-from compiler.contract.pipeline import Pipeline, parse_pipeline
+from compiler.contract.pipeline import ImageSpec, Pipeline, parse_pipeline
 from compiler.contract.session import Answer, PlanRunner, Session
 from compiler.driver.bundle_simulator import BundleSimulator
 from compiler.driver.cards import Card, Question, read_cards
@@ -84,19 +84,34 @@ def evaluate_bundle(
         MalformedModelError: The set is malformed, or empty.
         ContractError: The bundle sees no pictures, does not load, or a word is unknown.
     """
-    pipeline = parse_pipeline(sections["pipeline"])
-    if pipeline.image is None:
-        raise ContractError(
-            "this bundle answers no questions about pictures",
-            hint="`python -m compiler simulate` runs any bundle on inputs of your own",
-        )
-    cards = read_cards(directory, stem, pipeline.image)[:most_cards]
+    pipeline, image = require_answers(sections)
+    cards = read_cards(directory, stem, image)[:most_cards]
     if not any(card.questions for card in cards):
         raise MalformedModelError(f"the {stem} set asks nothing")
     if in_simulator:
         return score(answer_cards(BundleSimulator(sections), pipeline, cards))
     with NativePlan(sections["kernels"], sections["plan"], sections) as plan:
         return score(answer_cards(plan, pipeline, cards))
+
+
+def require_answers(sections: Mapping[str, bytes]) -> tuple[Pipeline, ImageSpec]:
+    """Return the pipeline of a bundle that sees pictures and answers in words, and its pictures.
+
+    Raises:
+        ContractError: It does something else; the message says what it takes and gives.
+    """
+    pipeline = parse_pipeline(sections["pipeline"])
+    if pipeline.image is not None and pipeline.tokens is not None:
+        return pipeline, pipeline.image
+    programs = "; ".join(
+        f"{name} takes {', '.join(spec.inputs)} and gives {', '.join(spec.outputs)}"
+        for name, spec in pipeline.programs.items()
+    )
+    raise ContractError(
+        f"this bundle answers no questions about pictures, so nothing can be scored: {programs}",
+        hint=f"`python -m compiler simulate BUNDLE --run {next(iter(pipeline.programs))}=FILE.npz"
+        " --compare native` runs it on inputs of your own",
+    )
 
 
 def answer_cards(runner: PlanRunner, pipeline: Pipeline, cards: Sequence[Card]) -> list[Outcome]:

@@ -6,10 +6,11 @@ Every size is fixed here. A free axis is pinned by its name, or by `input:axis`;
 chooses a path (a sample rate) by its value. What is missing is listed, all of it at once.
 """
 
+import difflib
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
@@ -82,8 +83,8 @@ def write_submission(
     model = read_model(source, limits)
     initializers = {item.name for item in model.graph.initializer}
     inputs = [info for info in model.graph.input if info.name not in initializers]
-    shapes = _pinned(inputs, dims, constants)
     _check_names(inputs, dims, constants)
+    shapes = _pinned(inputs, dims, constants)
     entries = {
         info.name: _input_entry(info, role, shapes, constants)
         for info, role in zip(inputs, _roles(inputs, constants), strict=True)
@@ -195,23 +196,32 @@ def _usable(name: str) -> str:
 def _check_names(
     inputs: Sequence[onnx.ValueInfoProto], dims: Mapping[str, int], constants: Mapping[str, float]
 ) -> None:
-    known: set[str] = set()
+    named: set[str] = set()
+    places = []
     for info in inputs:
         for axis, dim in enumerate(info.type.tensor_type.shape.dim):
-            known |= {f"{info.name}:{axis}", dim.dim_param}
-    unknown = [name for name in dims if name not in known]
-    unknown += [name for name in constants if name not in {info.name for info in inputs}]
-    if unknown:
-        free = sorted(known - {""})
-        raise MalformedModelError(
-            f"the file has no axis or input called {unknown[0]!r}",
-            hint=f"axes: {', '.join(free)}; inputs: {', '.join(i.name for i in inputs)}",
-        )
+            named.add(dim.dim_param)
+            places.append(f"{info.name}:{axis}")
+    _check_known("axis", dims, [*sorted(named - {""}), *places])
+    _check_known("input", constants, [info.name for info in inputs])
     wrong = [name for name, size in dims.items() if size < 1]
     if wrong:
         raise MalformedModelError(
             f"size {dims[wrong[0]]} of {wrong[0]!r} is not positive",
             hint=f"give the size that the model will run with, for example --dim {wrong[0]}=8",
+        )
+
+
+def _check_known(what: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse a name that the file does not have: say which it has, and which was meant."""
+    for name in given:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise MalformedModelError(
+            f"the file has no {what} called {name!r}{meant}",
+            hint=f"it has: {', '.join(known) or 'none'}",
         )
 
 

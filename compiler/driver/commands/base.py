@@ -105,6 +105,13 @@ def size_bytes(text: str) -> int:
     return int(number) * _UNITS[unit]
 
 
+def positive(text: str) -> int:
+    """Parse a whole number from 1 on; for argparse."""
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
 def shown_bytes(count: int) -> str:
     """Return a number of bytes for people: at most four digits and a unit."""
     value = float(count)

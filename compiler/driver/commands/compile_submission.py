@@ -135,6 +135,7 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
         "total_bytes": manifest.total_bytes,
         "verified_on": manifest.verified_on,
         "stages": bundle.report["stages"],
+        "caveats": bundle.report["caveats"],
         "out": str(options.out),
     }
     lines = [
@@ -142,6 +143,7 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
         f"{len(manifest.sections)} sections, {manifest.total_bytes} bytes, "
         f"verified on {manifest.verified_on}",
         f"manifest sha256 {manifest.sha256}",
+        *(f"note: {text}" for text in bundle.report["caveats"]),
         f"next: python -m compiler explain {quote(str(options.out))}",
     ]
     return Answer(lines, document)

@@ -2,7 +2,7 @@
 
 import argparse
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -48,7 +48,7 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
         else 0,
     }
     lines = [f"{name}: {was} -> {now}" for name, (was, now) in facts.items()]
-    lines += table(sections, right=frozenset({2, 3})) if sections else ["no section changed"]
+    lines += _section_lines(sections)
     lines += plan[:MAX_PLAN_LINES]
     lines.append(
         f"codes changed: {report.changed_codes} of {report.total_codes} in changed sections"
@@ -81,6 +81,13 @@ def _section_rows(old: Bundle, new: Bundle) -> list[tuple[str, str, int, int]]:
         change = "added" if was is None else "removed" if now is None else "changed"
         rows.append((change, name, was.size_bytes if was else 0, now.size_bytes if now else 0))
     return rows
+
+
+def _section_lines(rows: Sequence[tuple[str, str, int, int]]) -> list[str]:
+    if not rows:
+        return ["no section changed"]
+    shown = [(change, name, *map(shown_bytes, sizes)) for change, name, *sizes in rows]
+    return table([("change", "section", "old", "new"), *shown], right=frozenset({2, 3}))
 
 
 def plan_difference(old: Plan, new: Plan) -> list[str]:

@@ -4,26 +4,27 @@ import argparse
 from pathlib import Path
 
 from compiler.driver.bundle_files import read_bundle
-from compiler.driver.commands.base import Answer, Command, Console, table
-from compiler.driver.evaluate import Scores, evaluate_bundle
+from compiler.driver.commands.base import Answer, Command, Console, positive, table
+from compiler.driver.evaluate import Scores, evaluate_bundle, require_answers
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", type=Path, help="directory written by `compile`")
     parser.add_argument("cards", type=Path, help="directory with evaluation.json and .npz")
     parser.add_argument("--set", default="evaluation", help="stem of the files")
-    parser.add_argument("--cards", dest="most", type=int, default=0, help="at most so many")
+    parser.add_argument("--cards", dest="most", type=positive, help="at most so many, else all")
     parser.add_argument("--simulator", action="store_true", help="instead of native code")
 
 
 def _run(options: argparse.Namespace, console: Console) -> Answer:
     _, sections = read_bundle(options.bundle)
+    require_answers(sections)
     console.progress("questions", 0.0)
     scores = evaluate_bundle(
         sections,
         options.cards,
         stem=options.set,
-        most_cards=options.most or None,
+        most_cards=options.most,
         in_simulator=options.simulator,
     )
     return Answer(_lines(scores), scores.to_json())
@@ -41,7 +42,10 @@ def _lines(scores: Scores) -> list[str]:
 
 
 COMMAND = Command(
-    description="Ask a bundle an evaluation set and print how often it was right.",
+    description=(
+        "Ask a bundle an evaluation set and print how often it was right. For bundles that answer\n"
+        "questions about pictures; `simulate` runs any bundle on inputs of your own."
+    ),
     example="evaluate build/my-model examples/my-model --cards 20",
     add_arguments=_arguments,
     run=_run,

@@ -16,7 +16,7 @@ from compiler.driver.choose_pruning import (
     rule_json,
     sweep,
 )
-from compiler.driver.commands.base import Answer, Command, Console, table
+from compiler.driver.commands.base import Answer, Command, Console, positive, table
 from compiler.driver.native_check import runs_here
 from compiler.driver.provenance import CALIBRATION
 from compiler.errors import UsageError
@@ -31,7 +31,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("submission", type=Path, help="directory with pipeline.json and cards")
     parser.add_argument("--target", required=True, help="one that this machine can run")
     parser.add_argument("--set", default=CALIBRATION, help="stem of the cards to choose by")
-    parser.add_argument("--cards", dest="most", type=int, default=0, help="at most so many")
+    parser.add_argument("--cards", dest="most", type=positive, help="at most so many, else all")
     parser.add_argument(
         "--max-loss", type=float, default=MAX_LOSS, help=f"share of accuracy, default {MAX_LOSS}"
     )
@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
         stem=options.set,
         rules=sweep(options.p, options.merge, options.min_keep, options.score),
         max_loss=options.max_loss,
-        most_cards=options.most or None,
+        most_cards=options.most,
         cache_dir=options.cache,
         progress=console.progress,
     )

@@ -243,6 +243,55 @@ def test_it_says_what_an_import_lacks(capsys, world, tmp_path) -> None:
     assert "U" in error["message"]
 
 
+def test_it_names_the_axis_that_was_meant(capsys, world, tmp_path) -> None:
+    source = world / "one-submission" / "m.onnx"
+    for option, name in (("--dim", "Tt"), ("--dim", "x:9"), ("--constant", "xx")):
+        status, error = fails(
+            *(capsys, "import", source, "--out", tmp_path / "s", option, f"{name}=4")
+        )
+        what, near, known = {
+            "Tt": ("axis", "T", "T, x:0, x:1"),
+            "x:9": ("axis", "x:1", "T, x:0, x:1"),
+            "xx": ("input", "x", "x"),
+        }[name]
+        assert status == cli.USER_FAULT
+        assert error["message"] == (
+            f"the file has no {what} called {name!r}; did you mean {near!r}?"
+        )
+        assert error["hint"] == f"it has: {known}"
+    status, error = fails(capsys, "import", source, "--out", tmp_path / "s", "--dim", "bacth=4")
+    assert "mean" not in error["message"]
+    assert not (tmp_path / "s").exists()
+
+
+def test_it_says_that_a_model_without_a_cache_keeps_no_int8(capsys, world, tmp_path) -> None:
+    arguments = ("compile", world / "one-submission", "--target", TARGET, "--out", tmp_path / "o")
+    cache = ("--cache", world / "cache")
+    (text,) = ask(capsys, *arguments, *cache, "--kv", "int8")["caveats"][:1]
+    assert text == "keys and values as int8 change nothing: this model has no key/value cache"
+    assert not any("int8" in text for text in ask(capsys, *arguments, *cache)["caveats"])
+    assert cli.main([*map(str, arguments), *map(str, cache), "--kv", "int8"]) == cli.OK
+    assert f"note: {text}" in capsys.readouterr().out.splitlines()
+
+
+def test_it_scores_only_bundles_that_answer_questions(capsys, world) -> None:
+    status, error = fails(capsys, "evaluate", world / "one", world / "one-submission")
+    assert status == cli.USER_FAULT
+    assert error["message"].endswith("forward takes tensor and gives tensor")
+    assert "--run forward=FILE.npz" in error["hint"]
+    assert cli.main(["evaluate", str(world / "one"), str(world)]) == cli.USER_FAULT
+    assert "questions\n" not in capsys.readouterr().err.split("error:")[0]
+
+
+@pytest.mark.parametrize("cards", ["0", "-3", "many"])
+@pytest.mark.parametrize("command", [("evaluate", "b", "c"), ("prune", "s", "--target", TARGET)])
+def test_it_refuses_no_cards(capsys, command, cards) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--cards", cards])
+    assert ended.value.code == cli.BAD_ARGUMENTS
+    assert f"{cards!r} is not a number from 1 on" in capsys.readouterr().err
+
+
 def test_it_compares_two_bundles(capsys, world) -> None:
     same = ask(capsys, "diff", world / "one", world / "one")
     assert same["sections"] == same["plan"] == []
@@ -255,7 +304,9 @@ def test_it_compares_two_bundles(capsys, world) -> None:
     assert sum(line.startswith("  +") for line in found["plan"]) >= 1
     assert 0 < found["update"]["delta_bytes"] < found["update"]["full_bytes"] * 1.1
     assert cli.main(["diff", str(world / "one"), str(world / "two")]) == cli.OK
-    assert "predicted delta: " in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "predicted delta: " in text
+    assert text.splitlines()[1].split() == ["change", "section", "old", "new"]
 
 
 def test_it_simulates_a_bundle_and_a_submission_alike(capsys, world, tmp_path) -> None:

@@ -61,8 +61,8 @@ def test_it_lists_every_size_that_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dims", "constants", "message"),
     [
-        ({"batch": 1, "x:1": 1, "width": 2}, {}, "no axis or input called 'width'"),
-        ({"batch": 1, "x:1": 1}, {"speed": 2.0}, "no axis or input called 'speed'"),
+        ({"batch": 1, "x:1": 1, "width": 2}, {}, "no axis called 'width'"),
+        ({"batch": 1, "x:1": 1}, {"speed": 2.0}, "no input called 'speed'"),
         ({"batch": 1, "x:1": 0}, {}, "size 0 of 'x:1' is not positive"),
         ({"batch": 1, "x:1": 1, "x:2": 5}, {}, "x:2 is 4, it cannot be 5"),
     ],
