@@ -6,6 +6,7 @@ most how dense it is, a static one exactly. Counted at one binding of the run-ti
 Called by the passes and by the report.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ class TensorZeros:
     """Proved zeros of one value.
 
     Attributes:
+        at: The operation that makes it, by its number within the function.
         value: Which one: the operation that makes it and the result's number.
         level: bottom, static or dynamic.
         granularity: How large the pieces are that are zero together.
@@ -43,6 +45,7 @@ class TensorZeros:
         assumes: Whether more would be known if some values were proved finite.
     """
 
+    at: int
     value: str
     level: str
     granularity: str
@@ -58,6 +61,7 @@ class Saving:
     """Multiply-adds of one operation, and bounds of how many have no zero factor.
 
     Attributes:
+        at: Number within the function.
         operation: Name and number within the function.
         dense: Multiply-adds of the dense operation.
         least: The fewest that any execution needs.
@@ -65,6 +69,7 @@ class Saving:
         why: What is skipped.
     """
 
+    at: int
     operation: str
     dense: int
     least: int
@@ -85,6 +90,7 @@ def tensor_zeros(func: FuncOp, facts: Facts, binding: Binding = NOMINAL) -> list
             live = static.evaluate(Environment(binding), sizes)
             rows.append(
                 TensorZeros(
+                    at=number,
                     value=f"{number}:{op.name}#{at}",
                     level=mask.level,
                     granularity=mask.granularity,
@@ -104,14 +110,13 @@ def savings(
     """Return one row per operation that can skip multiplications, in order."""
     rows = []
     for number, op in enumerate(func.body.block.ops):
-        name = f"{number}:{op.name}"
         match op:
             case LinearOp() | Conv2dOp():
-                row: Saving | None = _contraction(op, name, facts, constants, binding)
+                row: Saving | None = _contraction(op, number, facts, constants, binding)
             case ExpertsOp():
-                row = _experts(op, name, binding)
+                row = _experts(op, number, binding)
             case AttentionOp():
-                row = _attention(op, name, binding)
+                row = _attention(op, number, binding)
             case _:
                 row = None
         if row is not None and min(row.least, row.most) < row.dense:
@@ -121,7 +126,7 @@ def savings(
 
 def _contraction(
     op: LinearOp | Conv2dOp,
-    name: str,
+    at: int,
     facts: Facts,
     constants: ConstantTable,
     binding: Binding,
@@ -132,25 +137,28 @@ def _contraction(
     weights = of_array(array != 0) if array is not None else DENSE
     x, w = facts.proved(op.x).density, weights.density
     least, most = max(0.0, x[0] + w[0] - 1), min(x[1], w[1])
-    return Saving(name, dense, int(dense * least), int(np.ceil(dense * most)), "zeros of x or W")
+    few, many = int(dense * least), int(np.ceil(dense * most))
+    return Saving(at, f"{at}:{op.name}", dense, few, many, "zeros of x or W")
 
 
-def _experts(op: ExpertsOp, name: str, binding: Binding) -> Saving:
+def _experts(op: ExpertsOp, at: int, binding: Binding) -> Saving:
     experts, *inner = sizes_at(op.w_in, binding)
     rows = int(np.prod(sizes_at(op.x, binding)[:-1]))
     each = int(np.prod(inner)) + int(np.prod(sizes_at(op.w_out, binding)[1:]))
     chosen = sizes_at(op.index, binding)[-1]
     used = rows * chosen * each
-    return Saving(name, rows * experts * each, used, used, f"{chosen} of {experts} experts")
+    why = f"{chosen} of {experts} experts"
+    return Saving(at, f"{at}:{op.name}", rows * experts * each, used, used, why)
 
 
-def _attention(op: AttentionOp, name: str, binding: Binding) -> Saving:
+def _attention(op: AttentionOp, at: int, binding: Binding) -> Saving:
     rows, width = sizes_at(op.q, binding)[-2:]
     keys = sizes_at(op.k, binding)[-2]
     seen = attention_band(op).evaluate(Environment(binding), (rows, keys))
     each = 2 * width
     used = int(seen.sum()) * each
-    return Saving(name, rows * keys * each, used, used, f"{op.mask.data} band")
+    why = f"{op.mask.data} band"
+    return Saving(at, f"{at}:{op.name}", rows * keys * each, used, used, why)
 
 
 def static_part(mask: Mask) -> Mask:
@@ -159,15 +167,21 @@ def static_part(mask: Mask) -> Mask:
 
 
 def sparsity_rows(
-    func: FuncOp, facts: Facts, constants: ConstantTable, binding: Binding = NOMINAL
+    func: FuncOp,
+    facts: Facts,
+    constants: ConstantTable,
+    nodes: Callable[[Operation], Iterable[int]],
+    binding: Binding = NOMINAL,
 ) -> dict[str, Any]:
-    """Return the report of one function as plain JSON values."""
+    """Return the report of one function as JSON; `nodes` says which an operation stands for."""
+    ops = list(func.body.block.ops)
     saved = savings(func, facts, constants, binding)
     return {
         "binding": dict(binding),
         "tensors": [
             {
                 "value": row.value,
+                "nodes": [*nodes(ops[row.at])],
                 "level": row.level,
                 "granularity": row.granularity,
                 "density_low": round(row.density[0], 6),
@@ -182,15 +196,18 @@ def sparsity_rows(
         "sources": [
             {
                 "number": source.number,
+                "nodes": [*nodes(owner)] if isinstance(owner, Operation) else [],
                 "kind": source.kind,
                 "granularity": source.granularity,
                 "readiness": source.readiness,
             }
             for source in facts.sources
+            for owner in (source.value.owner,)
         ],
         "operations": [
             {
                 "operation": row.operation,
+                "nodes": [*nodes(ops[row.at])],
                 "multiply_adds_dense": row.dense,
                 "multiply_adds_least": row.least,
                 "multiply_adds_most": row.most,

@@ -139,10 +139,22 @@ class Cell:
     @property
     def name(self) -> str:
         """How reports call it: `LINEAR <=512K, <=8 rows, <=0.4`; `>` for a last bucket."""
-        sizes = _bucket_name(self.size, [bound >> 10 for bound in SIZE_BYTES], "K")
-        rows = _bucket_name(self.rows, ROW_BOUNDS, " rows")
-        bounds = [bound / FULL for bound in DENSITY_BOUNDS]
-        return f"{self.kind.name} {sizes}, {rows}, {_bucket_name(self.density, bounds, '')}"
+        return f"{self.kind.name} {self.size_name}, {self.rows_name} rows, {self.density_name}"
+
+    @property
+    def size_name(self) -> str:
+        """Its bucket of bytes, as `<=512K`."""
+        return _bucket_name(self.size, [bound >> 10 for bound in SIZE_BYTES], "K")
+
+    @property
+    def rows_name(self) -> str:
+        """Its bucket of activation rows, as `<=8`."""
+        return _bucket_name(self.rows, ROW_BOUNDS, "")
+
+    @property
+    def density_name(self) -> str:
+        """Its bucket of density, as `<=0.4`."""
+        return _bucket_name(self.density, [bound / FULL for bound in DENSITY_BOUNDS], "")
 
 
 def _bucket_name(bucket: int, bounds: Iterable[float], unit: str) -> str:

@@ -50,6 +50,7 @@ from compiler.driver.stages import ORIGINS, Portable, StageClock
 from compiler.driver.verdicts import find_times, find_verdict, keep_times, keep_verdict, verdict_key
 from compiler.errors import UserModelError
 from compiler.frontend.pipeline_json import read_pipeline
+from compiler.hardware.measured import measured_label
 from compiler.hardware.targets import OPENCL, Target, find_target
 from compiler.passes.pipeline_spec import PipelineSpec
 
@@ -291,7 +292,9 @@ class _Compilation:
             "explain": explain_rows(plan, self.target),
             "explained": explained,
             "picture": picture(explained),
-            "policy": policy_facts(self.target, sections[POLICY]),
+            "policy": policy_facts(
+                sections[POLICY], plan, selftest, measured_label(self.target.id)
+            ),
             "provenance": self.provenance,
             **{name: fact for name, fact in portable.facts.items() if name != ORIGINS},
         }

@@ -12,7 +12,7 @@ again, and a further target does nothing here at all.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha256_hex
 from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
@@ -24,7 +24,7 @@ from compiler.driver.bands import Banded, band_module
 from compiler.driver.base_grids import base_weights, base_widths, kept_codes
 from compiler.driver.cache import StageCache, cache_key
 from compiler.driver.calibrate import record_cached
-from compiler.driver.explain.sources import origin_facts
+from compiler.driver.explain.sources import named_rows, named_zeros, origin_facts
 from compiler.driver.lowering import Lowered, lower_submission
 from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
@@ -178,11 +178,13 @@ def _base_facts(packed: PackedModule, old: Mapping[int, PackedW4]) -> Json:
 
 def _pass_facts(lowered: Lowered, banded: Banded) -> dict[str, Json]:
     """Return what the passes say about the model, whatever the target."""
+    origins = origin_facts(lowered.provenance)
+    layouts: Mapping[str, Any] = parse_object(lowered.layouts.encode())
     return {
         "notes": list(lowered.notes),
-        "sparsity": parse_object(lowered.sparsity.encode()),
-        ORIGINS: banded.with_sources(origin_facts(lowered.provenance)),
-        **parse_object(lowered.layouts.encode()),
+        "sparsity": named_zeros(parse_object(lowered.sparsity.encode()), origins),
+        ORIGINS: banded.with_sources(origins),
+        "layouts": named_rows(layouts["layouts"], origins),
     }
 
 

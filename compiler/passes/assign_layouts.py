@@ -123,6 +123,7 @@ def layout_rows(module: ModuleOp, ctx: PassContext, budget_bytes: int) -> list[d
     return [
         {
             "operation": item.calls[0].op.data,
+            "nodes": [*ctx.origins.nearest(item.calls[0])],
             "programs": list(item.programs),
             "shape": [item.count.rows, item.count.cols],
             "density": round(item.count.nonzero / item.count.elements, 6),

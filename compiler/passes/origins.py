@@ -138,7 +138,7 @@ class Origins:
 
     def near(self, op: Operation) -> str:
         """Return the name of the first node of `op`, or of the first operation behind it."""
-        sources = self._nearest(op)
+        sources = self.nearest(op)
         return self.nodes[sources[0]].name if sources else UNNAMED
 
     def where(self, op: Operation, kind: str) -> str:
@@ -155,7 +155,8 @@ class Origins:
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         return f"operator {' with '.join(shown)}{more}"
 
-    def _nearest(self, op: Operation) -> Sources:
+    def nearest(self, op: Operation) -> Sources:
+        """Return the nodes of `op`, or of the first operation behind it that has any."""
         seen, queue = {op}, deque([op])
         while queue:
             current = queue.popleft()

@@ -287,7 +287,7 @@ def _sparsity(module: ModuleOp, ctx: PassContext) -> dict[str, Any]:
     facts = ctx.facts.of(module, ctx.constants)
     return {
         (name := func.sym_name.data): {
-            **sparsity_rows(func, facts[name], ctx.constants),
+            **sparsity_rows(func, facts[name], ctx.constants, ctx.origins.nearest),
             "demanded": demand_rows(func, function_demands(func, facts[name], ctx.constants)),
         }
         for func in functions(module)

@@ -42,6 +42,7 @@ class NeuronChoice:
     """One weight, or all matrices of one routed layer, considered for single neurons.
 
     Attributes:
+        program, call: The first call that reads them.
         operation: LINEAR, EXPERTS or MOE_LAYER.
         weights: Ids of the weights that change, or would.
         zero_ratio: Share of zero neurons that calibration saw; None if it saw none of them.
@@ -50,6 +51,8 @@ class NeuronChoice:
         why: On what grounds.
     """
 
+    program: str
+    call: int
     operation: str
     weights: tuple[int, ...]
     zero_ratio: float | None
@@ -81,12 +84,12 @@ def _given(row: NeuronChoice) -> dict[int, str]:
 def _choices(module: Module, record: CalibrationRecord | None) -> Iterator[NeuronChoice]:
     many, seen = _read_otherwise(module), set[tuple[int, ...]]()
     for program in module.programs:
-        for call in program.calls:
+        for at, call in enumerate(program.calls):
             weights, layouts = _candidates(call)
             if not weights or weights in seen:
                 continue
             seen.add(weights)
-            row = _choice(module, call.op, weights, layouts, record, many)
+            row = _choice(module, (program.name, at, call.op), weights, layouts, record, many)
             if call.op is not Op.LINEAR or (row.zero_ratio or 0.0) >= skip_points.DEAD[0]:
                 yield row
 
@@ -110,7 +113,7 @@ def _candidates(call: Call) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 def _choice(
     module: Module,
-    op: Op,
+    place: tuple[str, int, Op],
     weights: tuple[int, ...],
     layouts: tuple[str, ...],
     record: CalibrationRecord | None,
@@ -131,7 +134,10 @@ def _choice(
         ),
     )
     refused = next((why for holds, why in reasons if holds), "")
+    program, at, op = place
     return NeuronChoice(
+        program,
+        at,
         op.name,
         weights,
         None if zeros is None else round(zeros, 4),

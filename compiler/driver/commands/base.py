@@ -137,6 +137,11 @@ def table(rows: Sequence[Sequence[object]], *, right: frozenset[int] = frozenset
     ]
 
 
+def indented(lines: Iterable[str]) -> list[str]:
+    """Return lines as they stand below a heading."""
+    return [f"  {line}" for line in lines]
+
+
 def require_writable(directory: Path) -> None:
     """Refuse a directory that could not be made or written, before any work is done for it.
 

@@ -21,7 +21,7 @@ from compiler.driver.commands.base import (
 )
 from compiler.driver.compile import compile_model
 from compiler.driver.limit_options import add_limit_options, limits_of
-from compiler.driver.options import CompileOptions
+from compiler.driver.options import CompiledBundle, CompileOptions
 from compiler.errors import UsageError
 from compiler.frontend.pipeline_json import FILE_NAME
 from compiler.hardware.targets import ALL_TARGETS
@@ -125,6 +125,10 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
         ),
     )
     write_bundle(bundle, options.out)
+    return _answer(bundle, options.out)
+
+
+def _answer(bundle: CompiledBundle, out: Path) -> Answer:
     manifest = bundle.manifest
     document: dict[str, Json] = {
         "model": manifest.model,
@@ -136,15 +140,15 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
         "verified_on": manifest.verified_on,
         "stages": bundle.report["stages"],
         "caveats": bundle.report["caveats"],
-        "out": str(options.out),
+        "out": str(out),
     }
     lines = [
         f"{manifest.model} {manifest.version} for {manifest.target}: "
         f"{len(manifest.sections)} sections, {manifest.total_bytes} bytes, "
         f"verified on {manifest.verified_on}",
         f"manifest sha256 {manifest.sha256}",
-        *(f"note: {text}" for text in bundle.report["caveats"]),
-        f"next: python -m compiler explain {quote(str(options.out))}",
+        *(f"caveat: {text}" for text in bundle.report["caveats"]),
+        f"next: python -m compiler explain {quote(str(out))}",
     ]
     return Answer(lines, document)
 

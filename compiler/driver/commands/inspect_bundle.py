@@ -14,6 +14,8 @@ from compiler.contract.plan_format import DTYPE_NAMES, Direction
 from compiler.contract.selftest import parse_selftest
 from compiler.driver.bundle_files import IR, read_bundle, read_text
 from compiler.driver.commands.base import Answer, Command, Console, shown_bytes, table
+from compiler.driver.explain.running_text import policy_lines
+from compiler.driver.policy_stage import POLICY, policy_facts
 from compiler.errors import UsageError
 
 HEADING: Final = re.compile(r"^// ==== (\w+) ====$", re.MULTILINE)
@@ -42,10 +44,13 @@ def _sections(manifest: ReleaseManifest, _: Sections, plan: Plan) -> Answer:
     ]
     lines = table(
         [
-            (item.component, item.size_bytes, f"{len(item.planes)} planes", item.sha256[:16])
-            for item in manifest.sections
+            ("section", "bytes", "planes", "sha256"),
+            *(
+                (item.component, item.size_bytes, len(item.planes), item.sha256[:16])
+                for item in manifest.sections
+            ),
         ],
-        right=frozenset({1}),
+        right=frozenset({1, 2}),
     )
     return Answer([*head, *lines], {"manifest_sha256": manifest.sha256, "sections": rows})
 
@@ -188,6 +193,11 @@ def _selftest(_: ReleaseManifest, sections: Sections, plan: Plan) -> Answer:  # 
     return Answer(lines, {"vectors": vectors, "experts": experts})
 
 
+def _policy(_: ReleaseManifest, sections: Sections, plan: Plan) -> Answer:
+    facts = policy_facts(sections[POLICY], plan, parse_selftest(sections["selftest"]), None)
+    return Answer([*policy_lines(facts)][1:], facts)
+
+
 VIEWS: Final[Mapping[str, View]] = MappingProxyType(
     {
         "sections": _sections,
@@ -196,6 +206,7 @@ VIEWS: Final[Mapping[str, View]] = MappingProxyType(
         "buffers": _buffers,
         "memory": _memory,
         "selftest": _selftest,
+        "policy": _policy,
     }
 )
 

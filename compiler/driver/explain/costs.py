@@ -2,7 +2,8 @@
 
 Dense means: every expert runs for every token, every score of a masked attention is computed, no
 visual token is dropped, weights are f32. A multiply and an add count as two FLOPs. Bytes are
-weights and activations that a call touches once; caches are not modelled.
+weights, activations and rows of the key/value cache that a call touches once; caches of the
+processor are not modelled.
 
 The expected time is a roofline with a fixed cost per call, in cycles of one core. It ranks calls
 and says where time should go; it is no promise about milliseconds.
@@ -117,6 +118,7 @@ class ProgramCosts:
             for at in (*call.inputs, *call.outputs)
             if at >= 0
         )
+        kept, whole = self._cache_bytes(call)
         stored = self.weight_bytes(call, dense=False)
         dense = self.weight_bytes(call, dense=True)
         share = made.sparsity
@@ -131,10 +133,28 @@ class ProgramCosts:
         return CallCost(
             made.flops,
             round(made.dense_flops * ratio),
-            moved + stored,
-            round(moved * ratio) + dense,
+            moved + kept + stored,
+            round(moved * ratio) + whole + dense,
             share,
         )
+
+    def _cache_bytes(self, call: PlanCall) -> tuple[int, int]:
+        """Return the bytes of cached keys and values that a call reads or appends; as f32, dense.
+
+        A row is counted once: those in the cache that some query sees, and those that are new.
+        """
+        kv, layer = self.plan.kv, int(call.params.get("kv_layer", -1))
+        if call.op is not Op.ATTENTION or kv is None or layer < 0:
+            return 0, 0
+        rows, past = self.rows(call.inputs[0]), self.situation.past
+        old = past if call.outputs else 0
+        seen = old
+        if window := int(call.params.get("window", 0)):  # the first query sees the most old rows
+            seen = min(old, window - 1 + int(call.params.get("sink", 0)))
+        each = kv.size_bytes // (kv.layers * kv.capacity)
+        whole = 8 * kv.heads * kv.head_dim
+        dense = round((old * self.situation.past_ratio + rows * self.ratio(call)) * whole)
+        return (seen + rows) * each, dense
 
     def weight_bytes(self, call: PlanCall, *, dense: bool) -> int:
         """Return the bytes of a call's weights: as stored, or as f32 matrices."""

@@ -20,6 +20,7 @@ IN_CALL: Final = "call"
 FOLDED: Final = "folded"
 DEAD: Final = "dead"
 FATES: Final = (IN_CALL, FOLDED, DEAD)
+_NAMED: Final = ("sources", "tensors", "operations")
 COMPILER_MADE: Final = "added by the compiler"
 _WORK: Final = (
     *("MoE", "Prune", "LSTM", "GRU", "Conv", "MatMul", "Gemm", "Attention", "TopK", "Softmax"),
@@ -83,6 +84,32 @@ def summary(nodes: Sequence[Sequence[str]]) -> str:
     kind = operator.rpartition("::")[2]
     others = f" +{len(nodes) - 1}" if len(nodes) > 1 else ""
     return (name if kind.lower() in name.lower() else f"{kind} {name}") + others
+
+
+def named_zeros(found: Mapping[str, Any], origins: Mapping[str, Any]) -> dict[str, Json]:
+    """Return the rows about zeros, each with a `source` that says which node it is about.
+
+    Args:
+        found: Per program, lists of rows with numbers of `nodes` (`passes.pipeline`).
+        origins: What `origin_facts` says.
+    """
+    return {
+        name: {
+            key: named_rows(rows, origins) if key in _NAMED else rows for key, rows in part.items()
+        }
+        for name, part in found.items()
+    }
+
+
+def named_rows(rows: Sequence[Mapping[str, Any]], origins: Mapping[str, Any]) -> list[Json]:
+    """Return rows with numbers of `nodes` with a `source` beside them."""
+    nodes = origins["nodes"]
+    return [{**row, "source": _about(row, nodes)} for row in rows]
+
+
+def _about(row: Mapping[str, Any], nodes: Sequence[Sequence[str]]) -> str:
+    text = summary([nodes[number] for number in row["nodes"]])
+    return f"constant of {text}" if ":sp.constant" in row.get("value", "") else text
 
 
 def _weight(operator: str) -> int:

@@ -1,6 +1,5 @@
 """A compile report as lines for a terminal; parts that a report does not have are left out."""
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import shorten
@@ -8,9 +7,10 @@ from typing import Any, Final
 
 from compiler.driver.commands.base import shown_bytes, table
 from compiler.driver.explain.document import segments_of
+from compiler.driver.explain.found_text import found_lines
+from compiler.driver.explain.running_text import running_lines
 from compiler.driver.explain.sources import DEAD, FATES, FOLDED, IN_CALL
 
-WORST_WEIGHTS: Final = 8
 MAX_FUSED: Final = 36
 MAX_SOURCE: Final = 44
 _HEAD: Final = (
@@ -27,20 +27,12 @@ def explain_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> It
         explained: Its document about calls, or one made again.
     """
     yield from _stage_lines(report)
+    yield from (f"caveat: {text}" for text in report.get("caveats", ()))
     for name in explained["programs"]:
         yield from _program_lines(name, explained)
     yield from _fate_lines(explained)
-    yield from _sparsity_lines(report)
-    yield from _layout_lines(report)
-    yield from _check_lines(report, explained)
-    yield from _neuron_lines(report)
-    yield from _removal_lines(report)
-    yield from _memory_lines(report)
-    yield from _index_lines(report)
-    yield from _schedule_lines(report)
-    yield from _routing_lines(report)
-    yield from _band_lines(report)
-    yield from _weight_lines(report)
+    yield from found_lines(report, explained)
+    yield from running_lines(report)
     if experts := report.get("experts"):
         yield "experts per layer: " + ", ".join(
             f"{name} {count}" for name, count in experts.items()
@@ -144,224 +136,3 @@ def _row(calls: Sequence[Mapping[str, Any]], repeats: int) -> tuple[str, ...]:
         shown_bytes(sum(item["moved_bytes"] for item in calls)),
         f"{sum(item[key] for item in calls):.1%}",
     )
-
-
-def _sparsity_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Say which zeros were found in each program, and where they save work."""
-    for name, found in report.get("sparsity", {}).items():
-        tensors, sources = found["tensors"], found["sources"]
-        if not tensors and not sources:
-            continue
-        yield ""
-        yield f"sparsity of program {name}: {len(sources)} sources, {len(tensors)} tensors"
-        for source in sources:
-            yield f"  source {source['number']}: {source['kind']}, {source['granularity']}"
-        for row in tensors:
-            yield (
-                f"  {row['value']}: {row['level']}, {row['granularity']}, density "
-                f"{row['density_low']:.3f} to {row['density_high']:.3f}, "
-                f"{row['zeros']} of {row['elements']} proved zero"
-            )
-        saving = [
-            row
-            for row in found["operations"]
-            if row["multiply_adds_most"] < row["multiply_adds_dense"]
-        ]
-        for row in saving:
-            yield (
-                f"  {row['operation']}: at most {row['multiply_adds_most']} of "
-                f"{row['multiply_adds_dense']} multiply-adds, {row['why']}"
-            )
-
-
-def _layout_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Say how each weight with zeros is stored, and what every other layout would have cost."""
-    for row in report.get("layouts", ()):
-        rows, cols = row["shape"]
-        yield ""
-        yield (
-            f"weight {rows} x {cols} of {row['operation']} in {', '.join(row['programs'])}, "
-            f"{row['density']:.2%} not zero: {row['chosen']}"
-        )
-        for price in row["prices"]:
-            spent = price["expected_us"]
-            takes = "not measured" if spent is None else f"{spent:.2f} us"
-            why = f", refused: {price['refused']}" if price["refused"] else ""
-            space = price["workspace_bytes"]
-            beside = f", workspace {shown_bytes(space)}" if space else ""
-            yield f"  {price['layout']}: {takes}, {shown_bytes(price['bytes'])}{beside}{why}"
-
-
-def _check_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> Iterator[str]:
-    """Say which calls look for zeros at run time, why, and how often they found them."""
-    counts = {
-        (name, call["call"]): call["check"]
-        for name, program in explained["programs"].items()
-        for call in program["calls"]
-        if call.get("check")
-    }
-    grounds = {(row["program"], row["call"]): row for row in report.get("checks", ())}
-    if counts or grounds:
-        yield ""
-        yield "run-time checks (sparse where the claim holds, dense otherwise, the same bits):"
-    for (program, call), found in counts.items():
-        why = grounds.get((program, call), {}).get("why", "in the plan")
-        times = ""
-        if found["held"] is not None:
-            times = f"; held {found['held']} times, broken {found['broken']}"
-        yield (
-            f"  {program} {call}: at most {found['most_live_groups']} of {found['groups']} groups "
-            f"of 32 live ({why}){times}"
-        )
-    for (program, call), row in grounds.items():
-        if not row["most"]:
-            yield f"  {program} {call}: none, {row['why']} ({row['held_ratio']:.0%} of rows)"
-
-
-def _neuron_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Say what is stored neuron by neuron and why, or that nothing may depend on values."""
-    if report.get("constant_time"):
-        yield ""
-        yield "constant time: weights are read whole, nothing is checked; experts chosen do show"
-    rows = report.get("neurons", ())
-    if rows:
-        yield ""
-        yield "weights behind a ReLU (dead neurons are left out where it pays, the same bits):"
-    for row in rows:
-        zeros, gain = row["zero_ratio"], row["gain"]
-        seen = "" if zeros is None else f"; {zeros:.0%} zeros, {gain:g} times as fast without them"
-        stored = " and ".join(row["chosen"]) or "dense"
-        yield f"  {row['operation']}, {len(row['weights'])} matrices: {stored} ({row['why']}{seen})"
-
-
-def _removal_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Say what went within the accuracy budget, what that saves, and what it costs."""
-    found = report.get("removal")
-    if not found:
-        return
-    before, after = found["parameters"]
-    stored, left = (shown_bytes(size) for size in found["weight_bytes"])
-    yield ""
-    yield (
-        f"removed within an accuracy budget of {found['accuracy_budget']:.2%}: "
-        f"{before - after} of {before} weights, {left} instead of {stored}"
-    )
-    yield (
-        f"  chosen on {found['chosen_by_questions']} calibration questions in "
-        f"{len(found['trials'])} trials"
-    )
-    yield (
-        f"  accuracy on {found['judged_questions']} other questions: "
-        f"{found['accuracy_before']:.2%} before, {found['accuracy_after']:.2%} after, "
-        f"asked about {len(found['looks'])} choices"
-    )
-    for name, (old, new) in found["flops"].items():
-        yield f"  program {name}: {old / 1e6:.3f} MFLOP before, {new / 1e6:.3f} after"
-    rows: list[tuple[object, ...]] = [
-        (
-            row["kind"],
-            row["name"],
-            f"{row['removed']} of {row['units']}",
-            f"{row['output_error']:g}",
-        )
-        for row in found["sites"]
-    ]
-    head = ("units", "read by", "removed", "output error")
-    yield from (f"  {line}" for line in table([head, *rows], right=frozenset({2, 3})))
-    if found["structure_loss"]:
-        yield f"  patterns of zeros rounded to tiles, each within {found['structure_loss']:g}"
-
-
-def _weight_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    yield ""
-    for row in report.get("explain", ()):
-        size = f"{row['weight_bytes']:>9} B"
-        yield f"  {row['operation']:<14} {row['kernel']:<42} {size}  {row['why']}"
-    gains = [row["reduction"] for row in (report.get("calibration") or {}).values()]
-    if gains:
-        less = f"{sum(gains) / len(gains):.0%}"
-        yield f"  scales searched on calibration rows: {len(gains)} matrices, error {less} less"
-    worst = sorted(report.get("sqnr_db", {}).items(), key=lambda item: item[1])
-    for name, decibel in worst[:WORST_WEIGHTS]:
-        yield f"  {name:<24} {decibel:>6.2f} dB"
-
-
-def _memory_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    memory = report.get("memory")
-    if memory:
-        yield ""
-        yield (
-            f"memory: arena {shown_bytes(memory['arena_bytes'])}, at least "
-            f"{shown_bytes(memory['max_live_bytes'])} are needed; cache "
-            f"{shown_bytes(memory['kv_bytes'])}"
-            + (" as int8 codes" if memory.get("kv_kind") == "i8" else "")
-        )
-        for name, part in memory["programs"].items():
-            if part.get("page_bytes"):
-                yield (
-                    f"  {name}: buffers and scheduled experts at most "
-                    f"{shown_bytes(part['peak_bytes'])} at a time, "
-                    f"{shown_bytes(part['page_bytes'])} of it experts of "
-                    f"{shown_bytes(part['expert_bytes'])}"
-                )
-
-
-def _index_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Say how many run-time index checks cannot fail, and why the others might."""
-    found = report.get("index_checks")
-    if not found:
-        return
-    yield (
-        f"index checks: {found['internal_proved']} of {found['internal']} internal ones proved, "
-        f"{found['external']} of indices that come with the inputs; all stay in the code"
-    )
-    for name, row in found["checks"].items():
-        if row["verdict"] == "kept":
-            yield f"  {name} kept: {row['reason']}"
-
-
-def _schedule_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Say which experts the tape prefetches and loads, and what that does on a device."""
-    schedule = report.get("schedule")
-    if not schedule:
-        return
-    yield ""
-    yield f"schedule: {schedule['does']}"
-    for name, steps in schedule["programs"].items():
-        shown = [f"#{s['call']} {s['step']} {s['experts']} of {s['of']}" for s in steps]
-        if shown:
-            yield f"  {name}: {', '.join(shown)}"
-
-
-def _routing_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Say what calibration learned about the routers: bits, entropy bands, groups."""
-    routing = report.get("routing")
-    if not routing:
-        return
-    bits = {name: row["bits"] for name, row in routing.get("router_bits", {}).items()}
-    yield f"router bits: {json.dumps(bits)}"
-    for at, band in enumerate(routing.get("bands", ())):
-        yield "entropy band " + f"{at}: " + ", ".join(f"{k} {v}" for k, v in band.items())
-    yield f"expert groups: {routing.get('groups', 0)}"
-
-
-def _band_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Say which variants of a step run at which routing entropy, and what they cost in answers."""
-    found = report.get("bands")
-    if not found:
-        return
-    asked = found["questions"]
-    together = (found["right"] - found["worse"] + found["better"]) / asked
-    yield ""
-    yield (
-        f"entropy bands: {found['right'] / asked:.2%} of {asked} calibration questions right "
-        f"without variants, {together:.2%} with them; {found['steps_narrow']} of "
-        f"{found['steps']} steps take fewer experts"
-    )
-    ends = [f"to {row['low'] / 1000:.3f}" for row in found["bands"][1:]]
-    for row, end in zip(found["bands"], [*ends, "on"], strict=True):
-        right = (found["right"] - row["worse"] + row["better"]) / asked
-        yield (
-            f"  {row['low'] / 1000:.3f} {end} nats, {row['share'] / 10:.1f} % of the steps: "
-            f"{row['program']}, top-{row['top_k']}, alone {right:.2%} right; {row['reason']}"
-        )

@@ -120,8 +120,11 @@ def test_it_names_the_node_and_the_operator(capsys, world, tmp_path) -> None:
 def test_it_shows_the_tables_of_a_bundle(capsys, world) -> None:
     found = ask(
         *(capsys, "inspect", world / "one", "sections", "plan", "weights", "buffers", "memory"),
-        "selftest",
+        *("selftest", "policy"),
     )
+    (row,) = found["policy"]["classes"]
+    assert (row["kind"], row["calls"]) == ("LINEAR", {"forward": 1})
+    assert row["used"] == [False] * 6 + [True]
     assert {row["section"] for row in found["sections"]["sections"]} >= {"plan", "kernels"}
     (call,) = found["plan"]["forward"]
     assert call["op"] == "LINEAR"
@@ -130,8 +133,9 @@ def test_it_shows_the_tables_of_a_bundle(capsys, world) -> None:
     placed = found["memory"]["arena"]
     assert max(row["offset"] + row["bytes"] for row in placed) <= found["memory"]["arena_bytes"]
     assert len(found["selftest"]["vectors"]) >= 16
-    assert cli.main(["inspect", str(world / "one"), "plan", "memory"]) == cli.OK
+    assert cli.main(["inspect", str(world / "one"), "plan", "memory", "policy"]) == cli.OK
     text = capsys.readouterr().out
+    assert "linear  <=32K         <=1   forward 1" in text
     assert f"b1[Tx{WIDTH}] = LINEAR(b0" in text
     assert "|####" in text
 
@@ -271,7 +275,7 @@ def test_it_says_that_a_model_without_a_cache_keeps_no_int8(capsys, world, tmp_p
     assert text == "keys and values as int8 change nothing: this model has no key/value cache"
     assert not any("int8" in text for text in ask(capsys, *arguments, *cache)["caveats"])
     assert cli.main([*map(str, arguments), *map(str, cache), "--kv", "int8"]) == cli.OK
-    assert f"note: {text}" in capsys.readouterr().out.splitlines()
+    assert f"caveat: {text}" in capsys.readouterr().out.splitlines()
 
 
 def test_it_scores_only_bundles_that_answer_questions(capsys, world) -> None:

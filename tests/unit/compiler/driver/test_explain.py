@@ -1,16 +1,22 @@
 """The explain document and its picture: figures by hand, repeats found once, texts escaped."""
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 
 from compiler.contract.bands import PREFIX
+from compiler.contract.operands import KvShape
 from compiler.contract.plan import parse_plan
+from compiler.contract.plan_format import KvKind
+from compiler.contract.policy import LEGAL, CallKind, parse_policy
+from compiler.contract.policy_calls import call_cell, call_kind
 from compiler.contract.selftest import parse_selftest
 from compiler.driver.explain.costs import Situation, costs, expected_cycles
 from compiler.driver.explain.document import explain_document, situations
 from compiler.driver.explain.picture import NODE_HEIGHT, NODE_WIDTH, picture
 from compiler.driver.explain.repeats import Segment, segments
+from compiler.driver.explain.running_text import policy_lines
 from compiler.driver.explain.sources import origins_of
 from compiler.driver.explain.svg import (
     LEGEND,
@@ -26,7 +32,7 @@ from compiler.kernels.program import Act, Op
 from compiler.kernels.select import select_tile
 from compiler.quant.module import pack_module
 from tests.factories.bundles import compiled
-from tests.factories.modules import ModuleBuilder
+from tests.factories.modules import ModuleBuilder, small_decoder
 
 TARGET = find_target("x86-64-v3")
 SVG = "{http://www.w3.org/2000/svg}"
@@ -147,6 +153,37 @@ def test_it_expects_more_of_more_work() -> None:
     assert fast <= slow
 
 
+@pytest.mark.parametrize(
+    ("params", "kind", "rows"),
+    [
+        ({}, KvKind.F32, 5 + 3),
+        ({"window": 3, "sink": 1}, KvKind.F32, 3 + 3),  # the first query sees 1 + 2 old rows
+        ({"append_only": 1}, KvKind.F32, 3),
+        ({}, KvKind.I8, 5 + 3),
+    ],
+)
+def test_it_counts_the_rows_of_the_cache_that_a_call_touches(params, kind, rows) -> None:
+    module = small_decoder(9)
+    plan = parse_plan(emit_plan(module, weights_packed=pack_module(module).packed).plan_bytes)
+    step = next(program for program in plan.programs if program.name == "step")
+    call = next(call for call in step.calls if call.op is Op.ATTENTION)
+    call = replace(call, params={**call.params, **params})
+    if "append_only" in params:
+        call = replace(call, outputs=())
+    plan = replace(plan, kv=KvShape(layers=2, heads=2, head_dim=8, capacity=16, kind=kind))
+    program = replace(step, calls=(call,))
+    (cost,) = costs(plan, program, Situation(tokens=3, past=5, past_ratio=2.0)).costs
+    each = 2 * 2 * (8 + 4 if kind is KvKind.I8 else 4 * 8)
+    operands = sum(
+        (3 if plan.buffers[at].dynamic else plan.buffers[at].rows) * 4 * plan.buffers[at].cols
+        for at in (*call.inputs, *call.outputs)
+        if at >= 0
+    )
+    assert cost.size_bytes == rows * each + operands
+    old = 0 if "append_only" in params else 5 * 2
+    assert cost.dense_bytes == (old + 3) * 2 * 2 * 4 * 8 + operands
+
+
 def test_it_draws_nodes_that_do_not_overlap(explained) -> None:
     drawing = picture(explained)
     boxes = [(node["x"], node["y"]) for node in drawing["nodes"]]
@@ -238,9 +275,58 @@ def test_it_reports_what_the_analysis_proved(edgecard) -> None:
     assert {source["kind"] for source in found["step"]["sources"]} == {"route"}
     experts = [row for row in found["step"]["operations"] if "experts" in row["operation"]]
     assert len(experts) == 4
+    nodes = edgecard.report["explained"]["nodes"]
     for row in experts:
+        assert "MoEExpert" in row["source"]
+        assert "ai.sparsefleet::MoEExpert" in {nodes[number][2] for number in row["nodes"]}
         assert row["multiply_adds_most"] * 8 == row["multiply_adds_dense"]
         assert row["why"] == "2 of 16 experts"
+
+
+def test_it_names_nodes_and_no_number_of_the_ir(edgecard, explained) -> None:
+    text = "\n".join(explain_lines(edgecard.report, explained))
+    assert "sp.linear" not in text
+    assert "moe.experts" not in text
+    assert "constant of MatMul" in text
+    for heading in ("zeros come from", "call ", "operation ", "entropy, nats", "calls "):
+        assert any(line.strip().startswith(heading) for line in text.splitlines()), heading
+    spans = [line.split()[:3] for line in text.splitlines() if line.startswith("  0.000 to")]
+    assert len(spans) == 2  # both tables of entropy are in nats
+    assert all(0.0 < float(end) < 5.0 for _, _, end in spans)
+
+
+def test_it_says_how_each_class_of_calls_runs(edgecard, explained) -> None:
+    policy = edgecard.report["policy"]
+    table = parse_policy(edgecard.sections["policy"])
+    plan = parse_plan(edgecard.sections["plan"])
+    calls = sum(len(LEGAL[call_kind(plan, c)]) > 1 for p in plan.programs for c in p.calls)
+    assert sum(sum(row["calls"].values()) for row in policy["classes"]) == calls
+    step = next(p for p in plan.programs if p.name == "step")
+    cell = next(
+        call_cell(plan, call, 1) for call in step.calls if call_kind(plan, call) is CallKind.EXPERTS
+    )
+    (row,) = [
+        row
+        for row in policy["classes"]
+        if (row["kind"], row["size"], row["rows"]) == ("EXPERTS", cell.size_name, cell.rows_name)
+    ]
+    assert row["calls"]["step"] >= 1
+    assert row["used"][cell.density]
+    assert row["variants"][cell.density] == table.variant(cell).name
+    assert row["in_doubt"][cell.density] == bool(table.candidates(cell))
+    text = "\n".join(explain_lines(edgecard.report, explained))
+    assert f"policy: fitted to calls measured on {policy['measured_on']}" in text
+    assert "left to the device to measure" in text
+
+
+def test_it_says_what_a_policy_rests_on() -> None:
+    facts = {"fixed": False, "measured_on": "unmeasured", "held_out_error": None}
+    facts |= {"cells": 9, "cells_in_doubt": 4}
+    (_, line) = policy_lines(facts)
+    assert line.startswith("policy: never measured on this target, a guess; 4 of 9 classes")
+    (_, line) = policy_lines({**facts, "fixed": True})
+    assert line == "policy: fixed, the device measures and adapts nothing"
+    assert list(policy_lines(None)) == []
 
 
 def test_it_says_in_words_what_the_self_test_came_to() -> None:

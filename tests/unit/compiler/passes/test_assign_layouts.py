@@ -219,8 +219,8 @@ def test_the_report_says_why_another_layout_was_taken(tmp_path: Path) -> None:
     assert row["chosen"] in (ELL, TILES, DENSE)
     report = {"layouts": tight.layouts}
     lines = list(explain_lines(report, {"programs": {}}))
-    refused = [line for line in lines if line.lstrip().startswith("csr:")]
+    refused = [line for line in lines if line.lstrip().startswith("csr ")]
     assert len(refused) == 1
-    assert "refused: needs 8192 bytes of workspace, the budget is 4096" in refused[0]
+    assert refused[0].endswith("  needs 8192 bytes of workspace, the budget is 4096")
     head = f"{100 * row['density']:.2f}% not zero: {row['chosen']}"
     assert any(line.startswith("weight 1024 x 512 of LINEAR") and head in line for line in lines)
