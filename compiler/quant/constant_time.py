@@ -32,6 +32,7 @@ CONSTANT_TIME: Final = frozenset(
         *(Op.CONV2D, Op.ROWS_CONCAT, Op.ROWS_SLICE, Op.ADD, Op.MUL, Op.SUB, Op.DIV, Op.UNARY),
         *(Op.SOFTMAX, Op.ROUTE, Op.EXPERTS, Op.ARGMAX, Op.COLS_CONCAT, Op.COLS_SLICE),
         *(Op.MOE_LAYER, Op.EXPERT_PREFETCH, Op.EXPERT_LOAD, Op.CONV_DEPTHWISE),
+        *(Op.LINEAR_W8, Op.RECURRENT, Op.RECURRENT_F32),
     }
 )
 """Operations whose kernels go one way whatever the values are."""
@@ -42,7 +43,6 @@ _WAYS: Final[Mapping[Op, str]] = MappingProxyType(
         Op.PRUNE_TOP_P: _NO_PRUNING,
         Op.ATTENTION_ROW: _NO_PRUNING,
         Op.ATTENTION_SCORE: _NO_PRUNING,
-        Op.LINEAR_W8: "take weights of four bits: `import --quantise w4`",
     }
 )
 _OTHER_WAY: Final = "avoid operators that `explain` marks (reference)"

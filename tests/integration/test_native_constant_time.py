@@ -1,13 +1,15 @@
 """Constant-time plans: one path and one set of addresses, whatever activations and weights hold."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from compiler.contract.native import NativePlan
+from compiler.contract.operations import RECURRENT_GATES
 from compiler.contract.plan import parse_plan
 from compiler.contract.plan_format import Kind
 from compiler.contract.policy import parse_policy
@@ -16,9 +18,19 @@ from compiler.driver.compile import compile_model
 from compiler.driver.explain.text import explain_lines
 from compiler.driver.options import CompileOptions
 from compiler.errors import UnsupportedOperatorError
-from compiler.kernels.program import COLUMNS, CSR, TILES, ExpertAct, Module, Op, call_params
+from compiler.kernels.program import (
+    COLUMNS,
+    CSR,
+    TILES,
+    ExpertAct,
+    Module,
+    Op,
+    RecurrentKind,
+    call_params,
+)
 from compiler.kernels.registry import KERNELS
 from compiler.quant.constant_time import CONSTANT_TIME, constant_time
+from compiler.quant.w8 import round_w8
 from tests.factories.kernels import Case, native_targets, raw
 from tests.factories.modules import ModuleBuilder
 from tests.factories.submissions import linear_submission
@@ -121,36 +133,76 @@ def test_how_a_router_chooses_does_not_show(target: str, order: int) -> None:
         assert len(traces(plan, values)) == 1
 
 
+def product(array: np.ndarray) -> Module:
+    """A LINEAR over a weight that would be stored by live tiles, and checked."""
+    b = ModuleBuilder(8, TOKENS)
+    weight = b.weight(array, "w4")
+    b.weights[weight] = replace(b.weights[weight], layout=TILES)
+    x, y = b.buffer(None, array.shape[1]), b.buffer(None, len(array))
+    b.call(Op.LINEAR, [x], [y], [weight], check=2)
+    b.program("run", {"x": x}, {"y": y})
+    return constant_time(b.module())
+
+
+def product_w8(array: np.ndarray) -> Module:
+    """A LINEAR_W8; half of the rows get zeros of their own."""
+    b = ModuleBuilder(8, TOKENS)
+    array = array + np.abs(array).max() / 2 * (np.arange(len(array)) % 2)[:, None] * (array != 0)
+    weight = b.weight(round_w8(array.astype(np.float32)), "w8")
+    x, y = b.buffer(None, array.shape[1]), b.buffer(None, len(array))
+    b.call(Op.LINEAR_W8, [x], [y], [weight])
+    b.program("run", {"x": x}, {"y": y})
+    return constant_time(b.module())
+
+
+def recurrence(op: Op, kind: RecurrentKind, array: np.ndarray) -> Module:
+    """A sequence of steps whose weight is cut from `array`, 96 columns or more."""
+    b = ModuleBuilder(8, TOKENS)
+    hidden, gates = 24, RECURRENT_GATES[kind] * 24
+    weight = b.weight(array[:gates, :hidden].copy(), "w4" if op is Op.RECURRENT else "f32")
+    x, y = b.buffer(None, gates), b.buffer(None, hidden)
+    states = [b.buffer(1, hidden) for _ in range(2 if kind is RecurrentKind.LSTM else 1)]
+    b.call(op, [x], [y, *states], [weight], kind=kind)
+    b.program("run", {"x": x}, {"y": y})
+    return constant_time(b.module())
+
+
+WEIGHTED: dict[str, Callable[[np.ndarray], Module]] = {
+    "LINEAR": product,
+    "LINEAR_W8": product_w8,
+    **{
+        f"{op.name}-{kind.name}": partial(recurrence, op, kind)
+        for op in (Op.RECURRENT, Op.RECURRENT_F32)
+        for kind in RecurrentKind
+        if op is Op.RECURRENT_F32 or kind is not RecurrentKind.GRU_RESET_BEFORE
+    },
+}
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("zeros", [0.5, 0.9])
-def test_weights_do_not_change_the_path(target: str, zeros: float) -> None:
-    """Another weight at the same place: dense codes are read, whatever they say."""
-    b = ModuleBuilder(8, TOKENS)
-    full = b.normal(96, 128)
-    sparse = full * (b.random.random(full.shape) >= zeros)
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_do_not_change_the_path(name: str, target: str, zeros: float) -> None:
+    """Another weight at the same place: it is read whole, whatever it says."""
+    random = np.random.default_rng(8)
+    full = random.standard_normal((96, 128)).astype(np.float32)
+    sparse = full * (random.random(full.shape) >= zeros)
     sparse[16:64] = 0.0
-
-    def module(array: np.ndarray) -> Module:
-        one = ModuleBuilder(8, TOKENS)
-        weight = one.weight(array, "w4")
-        one.weights[weight] = replace(one.weights[weight], layout=TILES)
-        x, y = one.buffer(None, 128), one.buffer(None, 96)
-        one.call(Op.LINEAR, [x], [y], [weight], check=2)
-        one.program("run", {"x": x}, {"y": y})
-        return constant_time(one.module())
-
-    first, second = (Case.of(module(array)).emitted for array in (full, sparse))
+    first, second = (Case.of(WEIGHTED[name](array)).emitted for array in (full, sparse))
     assert first.plan_bytes == second.plan_bytes
-    values = {"x": np.random.default_rng(3).standard_normal((TOKENS, 128)).astype(np.float32)}
+    assert first.sections != second.sections
+    width = WEIGHTED[name](full).buffers[0].cols
+    values = {"x": np.random.default_rng(3).standard_normal((TOKENS, width)).astype(np.float32)}
     with NativePlan(traced(target, CONSTANT_TIME), first.plan_bytes, first.sections) as plan:
-        found = set()
+        found, outputs = set(), set()
         for sections in (first.sections, second.sections):
             data = sections["weights.shared"]
             plan.weights.memory.view[: len(data)] = data
             take_trace(plan)
-            plan.run("run", values)
+            outputs.add(bytes(plan.run("run", values)["y"]))
             found.add(take_trace(plan))
         assert len(found) == 1
+        assert len(outputs) == 2  # the second weight was read
 
 
 def test_it_stores_weights_whole_and_checks_nothing() -> None:
