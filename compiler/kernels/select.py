@@ -48,6 +48,9 @@ def select_tile(isa: frozenset[str]) -> TileSpec:
 class W8Part:
     """How W8 weights are multiplied beside a tile, whose quantised rows it reads.
 
+    SVE2 has none of its own: its usdot and usmmla do on 128 bits what NEON's do, and NEON reads two
+    vectors of codes with one instruction where SVE2 takes two.
+
     Attributes:
         template: File under `compiler/kernels`.
         rows: Activation rows per block (its SF_W8_ROWS), for names and reports.

@@ -1,5 +1,7 @@
 """Rendered C: pruned, deterministic, named; which tile a target gets."""
 
+import re
+
 import pytest
 
 from compiler.contract.operations import Op
@@ -94,6 +96,25 @@ def test_it_tells_tile_rows_as_the_template_has_them() -> None:
     for target in TARGETS:
         tile = select_tile(target.isa)
         assert f"#define SF_TILE_ROWS {tile.rows}\n" in render_kernels(target, [Op.LINEAR])
+
+
+@pytest.mark.parametrize(
+    ("target", "product", "pairs", "flips"),
+    [
+        ("aarch64", "", "", 0),
+        ("aarch64-dotprod", "vdotq_s32", "", 1),
+        ("aarch64-i8mm", "vusdotq_s32", "vusmmlaq_s32", 0),
+        ("aarch64-sve2", "vusdotq_s32", "vusmmlaq_s32", 0),
+    ],
+)
+def test_it_flips_codes_only_where_bytes_must_be_signed(
+    target: str, product: str, pairs: str, flips: int
+) -> None:
+    source = render_kernels(find_target(target), [Op.LINEAR_W8])
+    part = source[source.index("#define SF_W8_ROWS") : source.index("templates/w8.c.in")]
+    assert re.findall(r"v(?:us)?dotq\w+", part)[:1] == ([product] if product else [])
+    assert re.findall(r"v(?:us)?mmlaq\w+", part)[:1] == ([pairs] if pairs else [])
+    assert part.count("0x80)") == flips
 
 
 def test_it_finds_targets() -> None:
