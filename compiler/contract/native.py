@@ -98,6 +98,7 @@ class NativePlan:
         self.cpus: Set[int] = frozenset()
         """Where threads lent from now on run; empty for anywhere."""
         self._lock = threading.Lock()
+        self._is_traced = False
         self._pager: PagerHook | None = None
         self._workers: Workers | None = None
         self._policy: PolicySeat | None = None
@@ -182,7 +183,7 @@ class NativePlan:
         `compiler.contract.native_trace.traced` is what callers use.
 
         Raises:
-            NativeError: The plan is running or closed.
+            NativeError: The plan is running or closed, or writes to another trace already.
             UnsupportedPlanError: The kernels were built before there were traces.
         """
         library = self._library
@@ -191,9 +192,12 @@ class NativePlan:
         try:
             if library.set_trace is None:
                 raise UnsupportedPlanError("these kernels have no trace points: build them again")
+            if address is not None and self._is_traced:
+                raise NativeError("this plan is traced already: end that trace first")
             status = library.set_trace(self._context, address)
             if status:
                 raise_status(status, "trace")
+            self._is_traced = address is not None
         finally:
             self._lock.release()
 

@@ -129,7 +129,8 @@ def traced(plan: NativePlan, slots: int = SLOTS) -> Iterator[Trace]:
     """Trace the runs of the block; read the trace after it.
 
     Raises:
-        NativeError: The plan is running or closed, or `slots` is no power of two.
+        NativeError: The plan is running, closed or traced already (the outer trace goes on), or
+            `slots` is no power of two.
         UnsupportedPlanError: The kernels were built before there were traces.
     """
     trace = Trace(plan.plan, slots)

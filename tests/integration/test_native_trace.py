@@ -106,6 +106,21 @@ def test_it_refuses_a_ring_that_is_none_and_a_plan_that_is_closed() -> None:
         pass
 
 
+def test_a_second_trace_is_refused_and_the_first_loses_nothing() -> None:
+    case = Case.of(small_decoder(4))
+    with case.native(TARGETS[0]) as plan:
+        with traced(plan) as trace:
+            decoder_runs(plan)
+            with pytest.raises(NativeError, match="traced already"), traced(plan):
+                pass
+            decoder_runs(plan)
+        with traced(plan) as after:
+            decoder_runs(plan)
+    runs = [event.name for event in trace.events() if event.kind is Kind.RUN]
+    assert runs == ["see", "step"] * 2
+    assert [event.name for event in after.events() if event.kind is Kind.RUN] == ["see", "step"]
+
+
 def test_older_kernels_say_that_they_have_none() -> None:
     case = Case.of(small_decoder(4))
     with case.native(TARGETS[0]) as plan:
