@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from compiler.contract.operations import NormKind, Op
 from compiler.contract.pipeline import PREFILL, SEE
 from compiler.kernels.program import ABSENT, Call, Module, Program, call_params
+from compiler.quant.live_groups import LiveCounter, LiveGroups, quantised
 from compiler.quant.w4 import QuantError
 
 SAMPLE_BYTES: Final = 64 * 1024
@@ -28,7 +29,6 @@ MAX_ROWS: Final = 256
 MIN_ROWS: Final = 32
 MAX_ROUTER_ROWS: Final = 4096
 MAX_ROUTER_BYTES: Final = 4 * 1024 * 1024
-_A8: Final = 127.0
 _PICTURES: Final = (SEE, PREFILL)
 _EXPERT_OPS: Final = (Op.EXPERTS, Op.MOE_LAYER)
 
@@ -97,11 +97,13 @@ class CalibrationRecord:
         source_of: Number of the input sample, by id of the W4 weight that reads it.
         samples: Input samples by number; one without rows was never reached.
         routers: One per expert layer, by layer.
+        live: What runs of checkable calls left alive, by weight and rows.
     """
 
     source_of: Mapping[int, int]
     samples: tuple[InputSample, ...]
     routers: tuple[RouterSample, ...]
+    live: tuple[LiveGroups, ...] = ()
 
     def sample(self, weight: int) -> InputSample | None:
         """Return what a weight was multiplied with, or None if nothing is known."""
@@ -121,6 +123,9 @@ class CalibrationRecord:
         for at, router in enumerate(self.routers):
             for name in _ROUTER_FIELDS:
                 arrays[f"router.{at}.{name}"] = np.asarray(getattr(router, name))
+        for at, live in enumerate(self.live):
+            for name in _LIVE_FIELDS:
+                arrays[f"live.{at}.{name}"] = np.asarray(getattr(live, name))
         data = io.BytesIO()
         np.savez(data, allow_pickle=False, **arrays)
         return data.getvalue()
@@ -140,12 +145,14 @@ class CalibrationRecord:
                 source_of={int(weight): int(number) for weight, number in pairs},
                 samples=tuple(_sample(fields) for fields in _numbered(arrays, "sample")),
                 routers=tuple(_router(fields) for fields in _numbered(arrays, "router")),
+                live=tuple(_live(fields) for fields in _numbered(arrays, "live")),
             )
         except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
             raise QuantError(f"not a calibration record: {error}") from error
 
 
 _SAMPLE_FIELDS: Final = ("rows", "scales", "seen", "zeros", "energy")
+_LIVE_FIELDS: Final = ("weight", "rows", "runs")
 _ROUTER_FIELDS: Final = ("layer", "weight", "bias", "inputs", "index", "run", "vision", "by_logits")
 
 
@@ -161,6 +168,10 @@ def _numbered(arrays: Mapping[str, Array], kind: str) -> list[dict[str, Array]]:
 def _sample(fields: Mapping[str, Array]) -> InputSample:
     values: dict[str, Any] = {**fields, "seen": int(fields["seen"])}
     return InputSample(**values)
+
+
+def _live(fields: Mapping[str, Array]) -> LiveGroups:
+    return LiveGroups(int(fields["weight"]), int(fields["rows"]), fields["runs"])
 
 
 def _router(fields: Mapping[str, Array]) -> RouterSample:
@@ -222,11 +233,10 @@ class _Inputs:
     def finish(self) -> InputSample:
         columns = self._kept.columns()
         x = columns[0] if columns else np.zeros((0, len(self._zeros)))
-        widest = np.abs(x).max(axis=1, initial=0.0)
-        inverse = np.where(widest > 0, _A8 / np.where(widest > 0, widest, 1), 0.0)
+        rows, scales = quantised(x)
         return InputSample(
-            rows=np.rint(x * inverse[:, None]).astype(np.int8),
-            scales=(widest / _A8).astype(np.float32),
+            rows=rows,
+            scales=scales,
             seen=self._seen,
             zeros=self._zeros,
             energy=self._squares / max(1, self._seen),
@@ -284,10 +294,13 @@ class Recorder:
             for call, route in _routes(module, program)
         }
         self._routes: dict[int, tuple[_Route, _Thinned]] = {}
+        self._live = LiveCounter(module)
+        self._multiplied: tuple[int, Array] | None = None
         self._run = 0
 
     def product(self, weight: int, x: Array) -> None:
         """Note the real-valued rows (R, K) that W4 weight number `weight` is multiplied with."""
+        self._multiplied = weight, x
         number = self._source_of.get(weight)
         if number is not None and self._first[number] == weight:
             self._inputs[number].add(x)
@@ -300,7 +313,10 @@ class Recorder:
         outputs: Sequence[Array],
         runs: Array | None = None,
     ) -> None:
-        """Note a finished call."""
+        """Note a finished call; its product, if it is one, was noted just before."""
+        if self._multiplied is not None and self._multiplied[0] in call.weights[:1]:
+            self._live.add(call, self._multiplied[1], runs)
+        self._multiplied = None
         route = self._places.get(id(call))
         if route is None or inputs[0] is None:
             return
@@ -327,6 +343,7 @@ class Recorder:
             source_of=self._source_of,
             samples=tuple(inputs.finish() for inputs in self._inputs),
             routers=tuple(_router_sample(*one, runs) for one in kept),
+            live=self._live.finish(),
         )
 
 

@@ -118,7 +118,8 @@ def _check_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> Ite
         rows.append((*place_of(explained, program, call), claim, why, *seen))
     for (program, call), row in grounds.items():
         if not row["most"]:
-            rows.append((*place_of(explained, program, call), "none", row["why"], "-", "-"))
+            why = f"{row['why']} ({row['held_ratio']:.0%} of runs)"
+            rows.append((*place_of(explained, program, call), "none", why, "-", "-"))
     if rows:
         yield ""
         yield "run-time checks (sparse where the claim holds, dense otherwise, the same bits):"
