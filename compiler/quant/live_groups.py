@@ -84,8 +84,7 @@ def live_groups(rows: NDArray[np.int8]) -> NDArray[np.bool_]:
     """Return (R, G): whether a group of 32 columns of a row (R, K) holds anything but zeros."""
     padded = np.zeros((len(rows), -(-rows.shape[1] // GROUP) * GROUP), np.int8)
     padded[:, : rows.shape[1]] = rows
-    found: NDArray[np.bool_] = padded.reshape(len(rows), -1, GROUP).any(axis=2)
-    return found
+    return np.asarray(padded.reshape(len(rows), -1, GROUP).any(axis=2))
 
 
 def by_key(found: tuple[LiveGroups, ...]) -> Mapping[Key, LiveGroups]:
