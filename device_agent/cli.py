@@ -1,23 +1,26 @@
-"""Command line of the device agent: enrol, run, status, ask, probe, farm."""
+"""Command line of the device agent: enrol, run, status, ask, infer, trace, probe, farm, rules."""
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from compiler.contract.errors import ContractError
+from compiler.contract.rule_language import comparisons
 from device_agent.agent import Agent
 from device_agent.asking import ask, questions
 from device_agent.config import ISA_LEVELS, AgentConfig, load_config
 from device_agent.errors import AgentError
 from device_agent.farm import farm_configs, run_agents, stop_on_signal
-from device_agent.ports import Ports, probe_this_machine
+from device_agent.inferring import Inference, infer
+from device_agent.ports import Ports, probe_this_machine, read_rules
 from device_agent.probe.hardware import HardwareProbe
 from device_agent.status import read_status
 from device_agent.tracing import trace_answers
-from device_agent.ui import EXIT_OK, failure, result, set_up_log
+from device_agent.ui import EXIT_FAILED, EXIT_OK, failure, result, set_up_log
 
 _SETTINGS: Final = (
     ("server_url", "where the platform is"),
@@ -48,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return failure(error)
     except KeyboardInterrupt:
         return EXIT_OK
+    except BrokenPipeError:  # who read the results has left, and needs no more of them
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
 
 
 def _enrol(config: AgentConfig, options: argparse.Namespace) -> int:
@@ -98,10 +104,55 @@ def _trace(config: AgentConfig, options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _infer(config: AgentConfig, options: argparse.Namespace) -> int:
+    return infer(
+        config,
+        Inference(
+            bundle=options.bundle,
+            prompt=options.prompt,
+            template=options.template,
+            image=options.image,
+            max_tokens=options.max_tokens,
+            deadline=options.deadline,
+            temperature=options.temperature,
+            seed=options.seed,
+            threads=options.threads,
+            is_streamed=options.stream,
+            is_json=options.json,
+        ),
+    )
+
+
+def _check_rules(_config: AgentConfig, options: argparse.Namespace) -> int:
+    rules = read_rules(options.file)
+    for rule in rules:
+        signals = sorted({one.name for one in comparisons(rule.when)})
+        rung = rule.rung.name.lower()
+        result(f"{rule.name}: {rung}, priority {rule.priority}, looks at {', '.join(signals)}")
+    result(f"{options.file.name}: rules: {len(rules)}, no fault found")
+    return EXIT_OK
+
+
+def _add_infer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "bundle", nargs="?", type=Path, help="bundle directory; without it, what is installed"
+    )
+    parser.add_argument("--prompt", default="", help="words, with spaces between them")
+    parser.add_argument("--template", help="prompt around the words; '' = none")
+    parser.add_argument("--image", type=Path, help="picture: .npy (uint8), .pgm or .ppm")
+    parser.add_argument("--max-tokens", type=int, help="tokens at most; else as the bundle says")
+    parser.add_argument("--deadline", type=float, metavar="S", help="seconds; then what there is")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws above temperature 0")
+    parser.add_argument("--threads", type=int, help="threads of the answer; 0 = measure")
+    parser.add_argument("--stream", action="store_true", help="print each token as it is made")
+    parser.add_argument("--json", action="store_true", help="for machines; with --stream, lines")
+
+
 def _add_question(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", type=Path, help="picture: .npy (uint8) or .pgm")
     parser.add_argument("--card", type=int, help="ask all questions of a card of --evaluation")
-    parser.add_argument("--prompt", default="question", help="prompt around the words")
+    parser.add_argument("--prompt", help="prompt around the words; default: question")
     parser.add_argument("words", nargs="*", help="words of the question")
 
 
@@ -130,6 +181,14 @@ def _parser() -> argparse.ArgumentParser:
     question = commands.add_parser("ask", parents=[common], help="ask the running bundle")
     _add_question(question)
     question.set_defaults(command=_ask)
+    inference = commands.add_parser(
+        "infer", parents=[common], help="answer a prompt with a bundle, token by token"
+    )
+    _add_infer(inference)
+    inference.set_defaults(command=_infer)
+    rules = commands.add_parser("check-rules", parents=[common], help="check a file of rules")
+    rules.add_argument("file", type=Path, help="degrade rules, sparsefleet.degrade/1")
+    rules.set_defaults(command=_check_rules)
     trace = commands.add_parser(
         "trace", parents=[common], help="ask, and write what ran when, for ui.perfetto.dev"
     )

@@ -281,6 +281,24 @@ class AnswerError(AgentError):
     code: ClassVar[str] = "agent.answer"
 
 
+class RequestError(AgentError):
+    """What was asked for cannot be done: a word, a limit or a setting is not the model's."""
+
+    code: ClassVar[str] = "agent.request"
+
+
+class PictureError(RequestError):
+    """The file or bytes given as a picture are none, or not of the size that the model takes."""
+
+    code: ClassVar[str] = "agent.picture"
+
+
+class RuntimeBusyError(AgentError):
+    """The runtime was closed, or another session has its one context."""
+
+    code: ClassVar[str] = "agent.runtime_busy"
+
+
 class EvaluationSetError(AgentError):
     """The file of questions cannot be used."""
 

@@ -45,9 +45,15 @@ def degrade_rules(config: AgentConfig) -> tuple[Rule, ...]:
     Raises:
         ConfigurationError: It cannot be read or does not parse.
     """
-    if not config.degrade_rules:
-        return DEFAULT_RULES
-    path = Path(config.degrade_rules)
+    return read_rules(Path(config.degrade_rules)) if config.degrade_rules else DEFAULT_RULES
+
+
+def read_rules(path: Path) -> tuple[Rule, ...]:
+    """Return the degrade rules of a file.
+
+    Raises:
+        ConfigurationError: It cannot be read or does not parse.
+    """
     try:
         return parse_rules(path.read_bytes())
     except (OSError, ContractError) as error:

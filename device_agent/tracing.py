@@ -11,12 +11,12 @@ from pathlib import Path
 from compiler.contract.errors import ContractError
 from compiler.contract.native import NativePlan
 from compiler.contract.native_trace import Event, Kind, chrome_json, traced
-from device_agent.asking import answer_line, installed
+from device_agent.asking import answer_line
 from device_agent.config import AgentConfig
 from device_agent.errors import BundleError, ConfigurationError
 from device_agent.ports import native_engine
 from device_agent.runtime.answers import BundleAnswerer, Question
-from device_agent.runtime.bundle import load_bundle
+from device_agent.runtime.bundle import installed_bundle, load_bundle
 
 
 def trace_answers(config: AgentConfig, asked: Sequence[Question], out: Path) -> Iterator[str]:
@@ -33,7 +33,7 @@ def trace_answers(config: AgentConfig, asked: Sequence[Question], out: Path) -> 
         AnswerError: The plan failed.
         ConfigurationError: The file cannot be written.
     """
-    store, current = installed(config)
+    store, current = installed_bundle(config.state_dir)
     engine = native_engine(store, config)
     bundle = load_bundle(store, current)
     plan = bundle.runner

@@ -22,6 +22,11 @@ def result(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
+def note(text: str) -> None:
+    """Tell how far a command is, to stderr."""
+    sys.stderr.write(f"{text}\n")
+
+
 def failure(error: AgentError | ContractError) -> int:
     """Print an error with its hint and return the exit status."""
     sys.stderr.write(f"error: {error} [{error.code}]\n")

@@ -5,7 +5,7 @@ all of them run this module over something that satisfies `PlanRunner`. What to 
 a generator (`Dialogue`): `hold` runs one to its end, and who has many runs them side by side.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
 from typing import Final, Protocol, TypeVar
@@ -71,6 +71,34 @@ class Answer:
     calls: int
 
 
+def greedy(outputs: Mapping[str, Buffer]) -> int:
+    """Return the most probable next token, as the plan itself chose it."""
+    return int.from_bytes(outputs["token"][:4], "little", signed=True)
+
+
+def untold(_token: int) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How to answer.
+
+    Attributes:
+        most: Tokens at most, at least 1; None = as the bundle says.
+        choose: Returns the next token, given the outputs of `step`.
+        tell: Told each token of the answer as soon as it is known, before the next one is asked
+            for.
+    """
+
+    most: int | None = None
+    choose: Callable[[Mapping[str, Buffer]], int] = greedy
+    tell: Callable[[int], None] = untold
+
+
+GREEDY: Final = Manner()
+
+
 class Session:
     """One picture in view, any number of questions about it.
 
@@ -88,9 +116,15 @@ class Session:
         self._runner = runner
         self._pipeline = pipeline
         self._tokens: TokenSpec = pipeline.tokens
-        self._seen = 0
         self._image: bytes | None = None
+        self._seen: int | None = 0
+        """Rows that the picture takes; None while they are not all in the cache."""
         runner.kv_length = 0
+
+    @property
+    def seen(self) -> int:
+        """Rows that the picture in view takes in the cache; 0 for none."""
+        return self._seen or 0
 
     def see(self, image: Buffer) -> None:
         """Put a picture in view, replacing the last one.
@@ -101,48 +135,80 @@ class Session:
         Raises:
             ContractError: The model sees no pictures, or the picture has the wrong size.
         """
+        self.keep(image)
+        hold(self._runner, self._showing())
+
+    def keep(self, image: Buffer) -> None:
+        """Put a picture in view that the next question begins with looking at.
+
+        Raises:
+            ContractError: As `see`.
+        """
         spec = self._pipeline.image
         if spec is None or SEE not in self._pipeline.programs:
             raise ContractError("this bundle sees no pictures")
         if len(image) != spec.size_bytes:
             raise ContractError(f"picture of {len(image)} bytes, expected {spec.size_bytes}")
-        self._seen = 0
-        self._image = bytes(image)
+        self._seen, self._image = None, bytes(image)
+
+    def _showing(self) -> Dialogue[None]:
+        self._seen = None
         self._runner.kv_length = 0
-        see(self._runner, self._pipeline, image)
+        yield from seeing(self._pipeline, self._image or b"")
         self._seen = self._runner.kv_length
 
-    def _rewind(self) -> None:
-        """Go back to the picture; look again if a long answer went over its rows."""
-        try:
-            self._runner.kv_length = self._seen
-        except ContextLostError:
-            if self._image is None:
-                raise
-            self.see(self._image)
+    def forget(self) -> None:
+        """Have nothing in view."""
+        self._seen, self._image = 0, None
 
     def ask(self, prompt: str, words: Sequence[str] = ()) -> tuple[str, ...]:
         """Return the answer, in words, to the prompt of that name around `words`."""
         answer = self.answer(self._tokens.prompt(prompt, words))
         return tuple(self._tokens.words(answer.tokens))
 
-    def answer(self, prompt: Sequence[int]) -> Answer:
-        """Answer greedily about the picture in view.
+    def answer(self, prompt: Sequence[int], manner: Manner = GREEDY) -> Answer:
+        """Answer about the picture in view.
 
         Args:
             prompt: Token ids; see `TokenSpec.prompt`.
+            manner: How.
 
         Raises:
             ContractError: The prompt is empty.
             LimitExceededError: The prompt leaves no room for an answer.
         """
-        dialogue = answering(self._pipeline, prompt, self._seen)
-        self._rewind()
-        return hold(self._runner, dialogue)
+        return hold(self._runner, self.answers(prompt, manner))
+
+    def answers(self, prompt: Sequence[int], manner: Manner = GREEDY) -> Dialogue[Answer]:
+        """Return the dialogue of `answer`.
+
+        It looks at the picture first if that is not in the cache: a long answer went over its rows,
+        or looking was given up half way.
+
+        Raises:
+            ContractError: As `answer`.
+            LimitExceededError: As `answer`.
+        """
+        if self._seen is not None:
+            ready = answering(self._pipeline, prompt, self._seen, manner)
+            try:
+                self._runner.kv_length = self._seen
+            except ContextLostError:
+                if self._image is None:
+                    raise
+            else:
+                return ready
+        return self._answers_after_looking(prompt, manner)
+
+    def _answers_after_looking(self, prompt: Sequence[int], manner: Manner) -> Dialogue[Answer]:
+        yield from self._showing()
+        return (yield from answering(self._pipeline, prompt, self.seen, manner))
 
 
-def answering(pipeline: Pipeline, prompt: Sequence[int], seen: int) -> Dialogue[Answer]:
-    """Return the dialogue that answers greedily behind the first `seen` rows of the cache.
+def answering(
+    pipeline: Pipeline, prompt: Sequence[int], seen: int, manner: Manner = GREEDY
+) -> Dialogue[Answer]:
+    """Return the dialogue that answers behind the first `seen` rows of the cache.
 
     Raises:
         ContractError: The prompt is empty, or the bundle does not answer in words.
@@ -155,20 +221,24 @@ def answering(pipeline: Pipeline, prompt: Sequence[int], seen: int) -> Dialogue[
     room = pipeline.max_context - seen
     if len(prompt) > room:
         raise LimitExceededError(f"prompt of {len(prompt)} tokens, room for {room}")
-    return _answering(pipeline, pipeline.tokens, prompt, room)
+    return _answering(pipeline, pipeline.tokens, prompt, room, manner)
 
 
 def _answering(
-    pipeline: Pipeline, tokens: TokenSpec, prompt: Sequence[int], room: int
+    pipeline: Pipeline, tokens: TokenSpec, prompt: Sequence[int], room: int, manner: Manner
 ) -> Dialogue[Answer]:
-    token, calls = yield from _feeding(pipeline, tokens, prompt, 0)
+    most = tokens.max_answer_tokens if manner.most is None else manner.most
+    outputs, calls = yield from _feeding(pipeline, tokens, prompt, 0)
+    token = manner.choose(outputs)
     position = len(prompt)
     out: list[int] = []
-    while token != tokens.eos and len(out) < tokens.max_answer_tokens:
+    while token != tokens.eos and len(out) < most:
         out.append(token)
-        if position >= room or len(out) == tokens.max_answer_tokens:
+        manner.tell(token)
+        if position >= room or len(out) == most:
             break
-        token, made = yield from _feeding(pipeline, tokens, (token,), position)
+        outputs, made = yield from _feeding(pipeline, tokens, (token,), position)
+        token = manner.choose(outputs)
         calls += made
         position += 1
     return Answer(tuple(out), token == tokens.eos, calls)
@@ -176,8 +246,8 @@ def _answering(
 
 def _feeding(
     pipeline: Pipeline, tokens: TokenSpec, ids: Sequence[int], offset: int
-) -> Dialogue[tuple[int, int]]:
-    """Feed `ids`, the first at text position `offset`; return the next token and the calls."""
+) -> Dialogue[tuple[Mapping[str, Buffer], int]]:
+    """Feed `ids`, the first at text position `offset`; return the last outputs and the calls."""
     most = pipeline.max_step_tokens
     calls = 0
     outputs: Mapping[str, Buffer] = {}
@@ -185,7 +255,7 @@ def _feeding(
         chunk = ids[start : start + most]
         outputs = yield STEP, step_inputs(chunk, tokens.position_base + offset + start)
         calls += 1
-    return int.from_bytes(outputs["token"][:4], "little", signed=True), calls
+    return outputs, calls
 
 
 class Runs(Protocol):

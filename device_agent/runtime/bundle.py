@@ -1,29 +1,34 @@
-"""Load an installed bundle: hash every section, start the plan.
+"""Load a bundle, installed or in a directory: hash every section, start the plan.
 
 What is hashed is what is used: sections are mapped once and hashed in that mapping, and the plan
 copies them out of it (native code into a sealed memory file), so nothing can be swapped on disk
 between the check and the load. Standard library and contract only: the self-test child starts fast.
 """
 
+import mmap
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 from compiler.contract.bands import Bands, parse_bands, verify_bands
+from compiler.contract.canonical import sha256_hex
 from compiler.contract.errors import ContractError
-from compiler.contract.manifest import ReleaseManifest, parse_manifest
+from compiler.contract.manifest import MAX_MANIFEST_BYTES, ReleaseManifest, parse_manifest
 from compiler.contract.native import NativePlan
 from compiler.contract.native_policy import PolicySeat
 from compiler.contract.pipeline import Pipeline, parse_pipeline
 from compiler.contract.plan import parse_plan
+from compiler.contract.planes import MAX_SECTION_BYTES
 from compiler.contract.policy import PLAIN, Policy, parse_policy
 from compiler.contract.schedule import parse_schedule
 from compiler.contract.schedule_order import verify_schedule
-from device_agent.errors import BundleError
+from device_agent.errors import BundleError, NoBundleError
 from device_agent.runtime.threads import ThreadedRunner
 from device_agent.runtime.weights import WeightPool
+from device_agent.storage.disk import Disk
 from device_agent.storage.objects import ObjectStore
-from device_agent.storage.slots import Pointer
+from device_agent.storage.slots import Pointer, Slots
 
 PLAN: Final = "plan"
 KERNELS: Final = "kernels"
@@ -33,6 +38,9 @@ SCHEDULE: Final = "schedule"
 BANDS: Final = "bands"
 POLICY: Final = "policy"
 NEEDED: Final = frozenset((PLAN, KERNELS, PIPELINE, SELF_TEST))
+MANIFEST_FILE: Final = "manifest.json"
+SECTIONS_FOLDER: Final = "sections"
+_NO_BUNDLE_HINT: Final = "a bundle is what `python -m compiler compile --out DIR` writes"
 
 
 class ClosableRunner(ThreadedRunner, Protocol):
@@ -93,6 +101,22 @@ def read_manifest(store: ObjectStore, sha256: str, size_bytes: int) -> ReleaseMa
         raise BundleError(f"manifest {sha256[:16]}: {error}") from error
 
 
+def installed_bundle(state_dir: Path) -> tuple[ObjectStore, Pointer]:
+    """Return the sections in an agent's folder and which bundle runs; to be read only.
+
+    Raises:
+        NoBundleError: There is no such folder, or nothing is installed in it.
+    """
+    if not state_dir.is_dir():
+        raise NoBundleError(
+            f"there is no folder {state_dir}", hint="state_dir is the folder of a device's agent"
+        )
+    current = Slots(Disk(), state_dir / "slots").load().current
+    if current is None:
+        raise NoBundleError("no bundle is installed", hint="run the agent until it has one")
+    return ObjectStore(Disk(), state_dir, max_bytes=0), current
+
+
 def load_bundle(
     store: ObjectStore, pointer: Pointer, pool: WeightPool | None = None
 ) -> LoadedBundle:
@@ -106,6 +130,69 @@ def load_bundle(
         section.component: store.read_verified(section.sha256, section.size_bytes)
         for section in manifest.sections
     }
+    return _load(pointer.manifest_sha256, manifest, views, pool)
+
+
+def load_directory(directory: Path, pool: WeightPool | None = None) -> LoadedBundle:
+    """Load a bundle from a directory as the compiler writes it.
+
+    Digests are checked, signatures are not: there are none in a directory. Kernels are code, so
+    load what you compiled or trust.
+
+    Args:
+        directory: Holds `manifest.json` and `sections/`; the manifest itself will do.
+        pool: As for `load_bundle`.
+
+    Raises:
+        BundleError: There is no whole bundle, a section is damaged, or the plan does not load.
+    """
+    directory = directory.parent if directory.name == MANIFEST_FILE else directory
+    try:
+        data = bytes(_mapped(directory / MANIFEST_FILE, MAX_MANIFEST_BYTES))
+        manifest = parse_manifest(data)
+        views = {
+            section.component: _section(directory, section.component, section.sha256)
+            for section in manifest.sections
+        }
+    except OSError as error:
+        reason = f"no bundle in {directory}: {error.strerror or error}"
+        raise BundleError(reason, hint=_NO_BUNDLE_HINT) from error
+    except ContractError as error:
+        raise BundleError(f"the bundle in {directory}: {error}", hint=error.hint) from error
+    return _load(sha256_hex(data), manifest, views, pool)
+
+
+def _section(directory: Path, component: str, sha256: str) -> memoryview:
+    view = _mapped(directory / SECTIONS_FOLDER / component, MAX_SECTION_BYTES)
+    if sha256_hex(view) != sha256:
+        raise BundleError(f"section {component} is not the one that the manifest names")
+    return view
+
+
+def _mapped(path: Path, most: int) -> memoryview:
+    """Return a file's bytes: mapped once, so that what is hashed is what is used.
+
+    Raises:
+        OSError: It cannot be opened or is no regular file.
+        BundleError: It is too large.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path.name} is not a regular file")
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        if size > most:
+            raise BundleError(f"{path.name} is larger than {most} bytes")
+        if not size:  # an empty file cannot be mapped
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _load(
+    sha256: str,
+    manifest: ReleaseManifest,
+    views: Mapping[str, memoryview],
+    pool: WeightPool | None,
+) -> LoadedBundle:
     missing = sorted(NEEDED - views.keys())
     if missing:
         raise BundleError(f"the bundle has no section {missing[0]!r}")
@@ -116,9 +203,9 @@ def load_bundle(
         digests = {section.component: section.sha256 for section in manifest.sections}
         runner = _start(views, bands, digests, WeightPool() if pool is None else pool)
     except (ContractError, OSError) as error:
-        raise BundleError(f"the plan does not load: {error}") from error
-    self_test = bytes(views[SELF_TEST])
-    return LoadedBundle(pointer.manifest_sha256, runner, pipeline, self_test, policy, bands)
+        hint = error.hint if isinstance(error, ContractError) else ""
+        raise BundleError(f"the plan does not load: {error}", hint=hint) from error
+    return LoadedBundle(sha256, runner, pipeline, bytes(views[SELF_TEST]), policy, bands)
 
 
 def _start(

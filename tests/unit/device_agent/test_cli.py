@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from compiler.contract.degrade import rules_bytes
 from device_agent.cli import main
 from tests.simulators.bundles import ToyBundle
 from tests.simulators.device import Device
@@ -59,8 +60,15 @@ def test_it_says_what_runs_and_what_happened(
         (["enrol", "--serial", "x", "--server-url", "http://127.0.0.1:9"], "agent.network", ""),
         (["enrol", "--server-url", "nonsense"], "agent.configuration", "for example https"),
         (["status", "--config", "nowhere.toml"], "agent.configuration", ""),
-        (["ask", "hello"], "agent.no_bundle", "until it has one"),
+        (["ask", "hello"], "agent.no_bundle", "folder of a device's agent"),
         (["ask", "--card", "1"], "agent.configuration", ""),
+        (["ask", "--card", "1", "hello"], "agent.configuration", "give words"),
+        (["ask"], "agent.configuration", "give words"),
+        (["ask", "--prompt", "question"], "agent.configuration", "give words"),
+        (["trace", "--out", "trace.json"], "agent.configuration", "give words"),
+        (["infer", "--prompt", "hello"], "agent.no_bundle", "folder of a device's agent"),
+        (["infer", "nowhere", "--prompt", "hello"], "agent.bundle", "compile --out"),
+        (["check-rules", "nowhere"], "agent.configuration", ""),
         (["farm", "--count", "0", "--serial", "x"], "agent.configuration", ""),
     ],
 )
@@ -90,7 +98,39 @@ def test_it_refuses_a_folder_that_is_in_use(
     assert "agent.state_busy" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["enrol"], ["run"], ["status"], ["ask"], ["farm"]])
+def test_it_checks_rules_without_running(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rules.json"
+    path.write_bytes(
+        rules_bytes(
+            [
+                {
+                    "name": "hot",
+                    "when": "temperature > 90 C for 10 s or battery < 5 %",
+                    "leave": "temperature < 80 C",
+                    "rung": "fewer_experts",
+                    "priority": 7,
+                    "cooldown_s": 60,
+                }
+            ]
+        )
+    )
+    assert main(["check-rules", str(path)]) == 0
+    rule, last = capsys.readouterr().out.splitlines()
+    assert rule == "hot: fewer_experts, priority 7, looks at battery, temperature"
+    assert last == "rules.json: rules: 1, no fault found"
+    path.write_bytes(path.read_bytes().replace(b"battery", b"batery"))
+    assert main(["check-rules", str(path)]) == 1
+    output = capsys.readouterr()
+    assert "rules.json: rule 'hot', when: character" in output.err
+    assert "hint: signals: " in output.err
+
+
+COMMANDS = ("enrol", "run", "status", "ask", "infer", "trace", "check-rules", "probe", "farm")
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_it_explains_itself(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leave:
         main([*command, "--help"])

@@ -13,13 +13,13 @@ from compiler.contract.degrade import rules_bytes
 from compiler.contract.errors import ContractError
 from compiler.contract.pipeline import ImageSpec, Pipeline, Port, ProgramSpec, TokenSpec
 from compiler.contract.session import Buffer
-from device_agent.asking import read_image
 from device_agent.config import AgentConfig
 from device_agent.errors import (
     AnswerError,
     ConfigurationError,
     EvaluationSetError,
     NoBundleError,
+    PictureError,
 )
 from device_agent.ports import degrade_rules
 from device_agent.runtime.answers import (
@@ -33,6 +33,7 @@ from device_agent.runtime.bundle import LoadedBundle
 from device_agent.runtime.degrade_keeper import DEFAULT_RULES, DegradeKeeper, rungs_of
 from device_agent.runtime.evaluation import QuestionSource, load_evaluation
 from device_agent.runtime.host import SessionHost
+from device_agent.runtime.pictures import read_image
 from device_agent.telemetry.counters import Counters
 from device_agent.workload import AnswerLoop
 from tests.simulators.engine import ToyAnswerer
@@ -312,12 +313,12 @@ class TestEvaluationSet:
         assert read_image(tmp_path / "a.pgm") == bytes([1, 2, 3, 4])
         for name, data in (("b.pgm", b"P5 2 2 255 \x01"), ("c.pgm", b"GIF89a")):
             (tmp_path / name).write_bytes(data)
-            with pytest.raises(EvaluationSetError):
+            with pytest.raises(PictureError):
                 read_image(tmp_path / name)
         np.save(tmp_path / "d.npy", np.zeros(4))
-        with pytest.raises(EvaluationSetError):
+        with pytest.raises(PictureError):
             read_image(tmp_path / "d.npy")
-        with pytest.raises(EvaluationSetError):
+        with pytest.raises(PictureError):
             read_image(tmp_path / "none.npy")
 
 
