@@ -10,11 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from dashboards.reports import ReportTable, cell_text, report_of
+from dashboards.reports import ReportTable, cell_text, items_in, report_of, text_in
 
-KEYS: Final = frozenset({"explained", "picture", "sparsity"})
-"""Parts of a report that this module shows; the rest is for `dashboards.reports`."""
-MAX_ITEMS: Final = 2_000
 MAX_PIXELS: Final = 100_000
 MAX_TITLE: Final = 22
 MAX_SOURCE: Final = 30
@@ -37,6 +34,8 @@ _SPARSITY: Final[Mapping[str, str]] = {
     "tensors": "zeros of its tensors",
     "sources": "where sparsity comes from",
 }
+_NUMBERS: Final = frozenset({"number", "nodes", "operation", "value", "sources"})
+"""What the compiler calls things by; a source has nothing else in reports of older ones."""
 _PATH: Final = re.compile(r"[MCHV0-9 ]{2,200}")
 _COLUMNS: Final = (
     *("Calls", "Operation", "Nodes of the file", "Fused", "Shape", "Computed of dense"),
@@ -105,18 +104,18 @@ def plan_picture(report: object) -> PlanPicture | None:
     document = report.get("picture") if isinstance(report, Mapping) else None
     if not isinstance(document, Mapping):
         return None
-    nodes = tuple(_node(item) for item in _items(document, "nodes"))
+    nodes = tuple(_node(item) for item in items_in(document, "nodes"))
     width, height = _pixels(document, "width"), _pixels(document, "height")
     if not nodes or not width or not height:
         return None
     return PlanPicture(
         width,
         height,
-        _text(document, "shares"),
+        text_in(document, "shares"),
         nodes,
         tuple(_edges(document)),
-        tuple(_label(item, "label") for item in _items(document, "frames")),
-        tuple(_label(item, "title") for item in _items(document, "headings")),
+        tuple(_label(item, "label") for item in items_in(document, "frames")),
+        tuple(_label(item, "title") for item in items_in(document, "headings")),
     )
 
 
@@ -136,7 +135,7 @@ def plan_tables(report: object) -> tuple[ReportTable, ...]:
 def fate_tables(report: object) -> tuple[ReportTable, ...]:
     """Return what became of the nodes of the model's files, by component and operator."""
     explained = report.get("explained") if isinstance(report, Mapping) else None
-    rows = _items(explained, "fates") if isinstance(explained, Mapping) else []
+    rows = items_in(explained, "fates") if isinstance(explained, Mapping) else []
     if not rows:
         return ()
     total = {fate: sum(_bounded(row.get(fate)) for row in rows) for fate in _FATES}
@@ -153,12 +152,20 @@ def sparsity_tables(report: object) -> tuple[ReportTable, ...]:
     if not isinstance(found, Mapping):
         return ()
     named = {
-        f"Program {name}, {title}": [row for row in _items(rows, key) if _saves(row)]
+        f"Program {name}, {title}": [_named(row) for row in items_in(rows, key) if _saves(row)]
         for name, rows in found.items()
         if isinstance(rows, Mapping)
         for key, title in _SPARSITY.items()
     }
     return report_of({title: rows for title, rows in named.items() if rows}).tables
+
+
+def _named(row: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a row with the node of the model's file for the compiler's number of it."""
+    if not row.get("source"):
+        return row
+    rest = {name: value for name, value in row.items() if name not in _NUMBERS}
+    return {"node": rest.pop("source"), **rest}
 
 
 def _saves(row: Mapping[str, object]) -> bool:
@@ -168,7 +175,7 @@ def _saves(row: Mapping[str, object]) -> bool:
 
 
 def _table(name: str, program: Mapping[str, object]) -> ReportTable:
-    calls = _items(program, "calls")
+    calls = items_in(program, "calls")
     rows = tuple(_row(calls[first::step][:times]) for first, step, times in _shown(program, calls))
     flops, dense = (cell_text("", program.get(key)) for key in ("flops", "dense_flops"))
     title = f"Program {name}: {flops} of {dense} dense FLOPs"
@@ -194,24 +201,24 @@ def _row(same: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
     computed = why = ""
     if isinstance(sparsity, Mapping):
         computed = " ".join(
-            (_text(sparsity, "kept"), "of", _text(sparsity, "of"), _text(sparsity, "kind"))
+            (text_in(sparsity, "kept"), "of", text_in(sparsity, "of"), text_in(sparsity, "kind"))
         )
-        why = _text(sparsity, "proof")
+        why = text_in(sparsity, "proof")
     key = "measured_ratio" if call.get("measured_ratio") is not None else "expected_ratio"
-    number = _text(call, "call") + (f" ×{len(same)}" if len(same) > 1 else "")  # noqa: RUF001
+    number = text_in(call, "call") + (f" ×{len(same)}" if len(same) > 1 else "")  # noqa: RUF001
     return (
         number,
-        _text(call, "title"),
-        _text(call, "source"),
+        text_in(call, "title"),
+        text_in(call, "source"),
         cell_text("", call.get("fused") or ""),
-        _text(call, "shape"),
+        text_in(call, "shape"),
         computed,
         why,
         cell_text("", _total(same, "flops")),
         cell_text("", _total(same, "dense_flops")),
         cell_text("moved_bytes", _total(same, "moved_bytes")),
-        _text(call, "kernel"),
-        _text(call, "layout"),
+        text_in(call, "kernel"),
+        text_in(call, "layout"),
         cell_text("share_ratio", _total(same, key)),
     )
 
@@ -224,7 +231,7 @@ def _total(same: Sequence[Mapping[str, object]], key: str) -> float:
 def _node(item: Mapping[str, object]) -> PlanNode:
     width, share = _pixels(item, "width"), item.get("share_ratio")
     part = min(max(float(share), 0.0), 1.0) if isinstance(share, (int, float)) else 0.0
-    title, density, tone = _text(item, "title"), _text(item, "density"), _text(item, "tone")
+    title, density, tone = text_in(item, "title"), text_in(item, "density"), text_in(item, "tone")
     return PlanNode(
         x=_pixels(item, "x"),
         y=_pixels(item, "y"),
@@ -232,9 +239,9 @@ def _node(item: Mapping[str, object]) -> PlanNode:
         height=_pixels(item, "height"),
         tone=tone if tone in TONES else "move",
         title=title if len(title) <= MAX_TITLE else title[: MAX_TITLE - 1] + "…",
-        detail=" · ".join(part for part in (_text(item, "detail"), density) if part),
-        source=_middle(_text(item, "source")),
-        share=_text(item, "share"),
+        detail=" · ".join(part for part in (text_in(item, "detail"), density) if part),
+        source=_middle(text_in(item, "source")),
+        share=text_in(item, "share"),
         share_width=round(part * max(0, width - 12)),
         hint=_hint(item.get("hint")),
     )
@@ -255,7 +262,7 @@ def _middle(text: str) -> str:
 
 
 def _edges(document: Mapping[str, object]) -> Iterator[PlanEdge]:
-    for item in _items(document, "edges"):
+    for item in items_in(document, "edges"):
         path = item.get("path")
         if isinstance(path, str) and _PATH.fullmatch(path):
             yield PlanEdge(path, "far" if item.get("is_skip") is True else "near")
@@ -267,16 +274,9 @@ def _label(item: Mapping[str, object], title: str) -> PlanText:
         _pixels(item, "y"),
         _pixels(item, "width"),
         _pixels(item, "height"),
-        _text(item, title),
-        _text(item, "detail"),
+        text_in(item, title),
+        text_in(item, "detail"),
     )
-
-
-def _items(document: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
-    found = document.get(key)
-    if not isinstance(found, list):
-        return []
-    return [item for item in found[:MAX_ITEMS] if isinstance(item, Mapping)]
 
 
 def _pixels(item: Mapping[str, object], key: str) -> int:
@@ -287,8 +287,3 @@ def _bounded(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         return 0
     return min(max(value, 0), MAX_PIXELS)
-
-
-def _text(item: Mapping[str, object], key: str) -> str:
-    value = item.get(key)
-    return "" if value is None else cell_text("", value)

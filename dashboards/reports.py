@@ -18,6 +18,7 @@ from dashboards.templatetags.sparsefleet import (
 )
 
 MAX_ROWS: Final = 200
+MAX_ITEMS: Final = 2_000
 MAX_TEXT: Final = 200
 TITLES: Final[Mapping[str, str]] = {
     "stages": "Compiler stages",
@@ -27,7 +28,7 @@ TITLES: Final[Mapping[str, str]] = {
     "sizes": "Sizes of sections",
     "native_check": "Self-test of the compiled code",
 }
-FIRST_COLUMNS: Final = ("name", "value", "operation", "number", "kind")
+FIRST_COLUMNS: Final = ("node", "name", "value", "operation", "number", "kind")
 """What a row is about stands before what is said of it, however the report was stored."""
 OPEN_TABLES: Final = frozenset({"stages", "explain"})
 _UNIT_OF_VALUES: Final[Mapping[str, str]] = {"sizes": "size_bytes"}
@@ -42,13 +43,14 @@ _UNITS: Final[tuple[tuple[str, Callable[[object], str]], ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """Equal objects, one a row; every cell is text."""
+    """Equal objects, one a row; every cell is text. `note` stands above them."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     rows_left_out: int
     is_open: bool = False
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,20 @@ def cell_text(name: str, value: object) -> str:
     else:
         text = str(value)
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+
+
+def items_in(document: Mapping[str, object], key: str) -> list[Mapping[str, object]]:
+    """Return the objects of a list, at most so many; none if it is something else."""
+    found = document.get(key)
+    if not isinstance(found, list):
+        return []
+    return [item for item in found[:MAX_ITEMS] if isinstance(item, Mapping)]
+
+
+def text_in(item: Mapping[str, object], key: str) -> str:
+    """Return a field as text, empty if there is none."""
+    value = item.get(key)
+    return "" if value is None else cell_text("", value)
 
 
 def title_of(name: str) -> str:

@@ -25,6 +25,7 @@ urlpatterns = [
     path("models/<str:model>/versions/<str:version>", models.version_detail, name="version-detail"),
     path("builds", builds.build_list, name="build-list"),
     path("builds/<int:build_id>", builds.build_detail, name="build-detail"),
+    path("builds/<int:build_id>/report.json", builds.build_report, name="build-report"),
     path("builds/<int:build_id>/retry", builds.build_retry, name="build-retry"),
     path("bundles/<str:manifest_sha256>", bundles.bundle_detail, name="bundle-detail"),
     path("bundles/<str:manifest_sha256>/manifest", bundles.bundle_manifest, name="bundle-manifest"),

@@ -1,4 +1,6 @@
-"""The list of builds, one build with its live log, and the retry of a failed one."""
+"""The list of builds, one build with its live log, its whole report, the retry of a failed one."""
+
+import json
 
 from django.contrib import messages
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
@@ -15,8 +17,9 @@ from builds.services.jobs import build_retry as retry
 from builds.states import BUILD_FINAL, BUILD_TRANSITIONS, BuildEvent, BuildState
 from dashboards.pages import page, show
 from dashboards.paging import slice_below
-from dashboards.plans import KEYS, fate_tables, plan_picture, plan_tables, sparsity_tables
-from dashboards.reports import Report, report_of
+from dashboards.plans import fate_tables, plan_picture, plan_tables, sparsity_tables
+from dashboards.reports import Report
+from dashboards.summaries import caveats_of, summary_of
 
 
 def _list(request: HttpRequest, actor: Actor) -> HttpResponse:
@@ -43,12 +46,22 @@ def _detail(request: HttpRequest, actor: Actor, build_id: int) -> HttpResponse:
                 *sparsity_tables(build.job.report),
             ),
         ),
-        "report": report_of(build.job.report, without=KEYS),
-        "can_retry": (BuildState(build.job.state), BuildEvent.RETRY) in BUILD_TRANSITIONS,
+        "summary": summary_of(
+            build.job.report, verified_on=build.bundle.verified_on if build.bundle else ""
+        ),
+        "caveats": caveats_of(build.job.report),
+        "can_retry": _can_retry(build.job),
+        "is_users_fault": build.job.state == BuildState.FAILED_USER,
     }
     return show(
         request, actor, "build_detail", context, fragment="_build_live", final=build.is_final
     )
+
+
+def _can_retry(job: BuildJob) -> bool:
+    """Return whether the same bytes may succeed: not where the submission is at fault."""
+    state = BuildState(job.state)
+    return state is not BuildState.FAILED_USER and (state, BuildEvent.RETRY) in BUILD_TRANSITIONS
 
 
 def _last_worker(job: BuildJob) -> str:
@@ -63,6 +76,17 @@ def _retry(request: HttpRequest, actor: Actor, build_id: int) -> HttpResponseBas
     return redirect("build-detail", build_id=build_id)
 
 
+def _report(request: HttpRequest, actor: Actor, build_id: int) -> HttpResponse:  # noqa: ARG001
+    job = find_build(build_id=build_id).job
+    name = f"build-{job.pk}-report.json"
+    return HttpResponse(
+        json.dumps(job.report, indent=1, sort_keys=True) + "\n",
+        content_type="application/json",
+        headers={"Content-Disposition": f'attachment; filename="{name}"'},
+    )
+
+
 build_list = require_safe(page(_list))
 build_detail = require_safe(page(_detail))
+build_report = require_safe(page(_report))
 build_retry = require_POST(page(_retry, needs=Permission.BUILD_RETRY))

@@ -1,5 +1,6 @@
 """Who may press which button when, with and without JavaScript."""
 
+import json
 from collections.abc import Callable
 from itertools import product
 
@@ -164,6 +165,30 @@ def test_it_retries_a_failed_build(world: World, sign_in: SignIn, viewer: Client
     assert viewer.post(address).status_code == 403
     sign_in(Role.DEVELOPER).post(address)
     assert BuildJob.objects.get(pk=world.failed_job.pk).state == BuildState.QUEUED
+
+
+def test_it_offers_a_retry_only_where_one_can_help(world: World, sign_in: SignIn) -> None:
+    assert world.failed_job is not None
+    developer = sign_in(Role.DEVELOPER)
+    address, button = f"/builds/{world.failed_job.pk}", f"/builds/{world.failed_job.pk}/retry"
+    page = developer.get(address).content.decode()
+    assert f'action="{button}"' not in page
+    assert "change the model as said above and submit it as a new version" in page
+    ours = {"state": BuildState.FAILED_APP.value, "error_code": "build.app.toolchain"}
+    BuildJob.objects.filter(pk=world.failed_job.pk).update(**ours)
+    page = developer.get(address).content.decode()
+    assert f'action="{button}"' in page
+    assert "change the model" not in page
+
+
+def test_it_gives_the_whole_report_of_a_build(world: World, viewer: Client) -> None:
+    job = world.bundles["1.0.0", "x86-64-v3"].job
+    answer = viewer.get(f"/builds/{job.pk}/report.json")
+    assert json.loads(answer.content) == BuildJob.objects.get(pk=job.pk).report
+    assert answer["Content-Disposition"] == f'attachment; filename="build-{job.pk}-report.json"'
+    page = viewer.get(f"/builds/{job.pk}").content.decode()
+    assert f"/builds/{job.pk}/report.json" in page
+    assert viewer.get("/builds/999999/report.json").status_code == 404
 
 
 def test_it_does_not_retry_a_build_that_is_ready(world: World, sign_in: SignIn) -> None:

@@ -10,7 +10,6 @@ from django.urls import reverse
 from builds.models import BuildJob
 from dashboards.plans import (
     LEGEND,
-    MAX_ITEMS,
     MAX_PIXELS,
     TONES,
     fate_tables,
@@ -18,6 +17,7 @@ from dashboards.plans import (
     plan_tables,
     sparsity_tables,
 )
+from dashboards.reports import MAX_ITEMS
 from tests.factories.explained import explained_report
 from tests.unit.dashboards.world import World
 
