@@ -49,6 +49,7 @@ from compiler.passes.raise_prune import RaisePrune
 from compiler.passes.raise_rope import RaiseRope
 from compiler.passes.remove_columns import Removal, RemoveColumns
 from compiler.passes.select_kernels import SelectKernels
+from compiler.passes.sink_layouts import SinkLayouts
 
 RAISING: Final[tuple[Pass, ...]] = (
     Canonicalise(),
@@ -66,6 +67,7 @@ RAISING: Final[tuple[Pass, ...]] = (
     RaisePrune(),
     RaiseConv(),
     RaiseElementwise(),
+    SinkLayouts(),
     DropDeadChannels(),
     Canonicalise(),
     DropDeadHeads(),

@@ -27,6 +27,7 @@ from compiler.dialects.movement import ReshapeOp, TransposeOp
 from compiler.dialects.sp import Conv2dOp, OnnxOp
 from compiler.dialects.types import shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
+from compiler.passes.channel_last import CHANNEL_FIRST, CHANNEL_LAST
 from compiler.passes.match import attr, onnx, single_use
 from compiler.passes.rewriting import insert_before, replace, sweep
 
@@ -73,22 +74,16 @@ def _raise(op: Operation, ctx: PassContext) -> int:
 def _to_rows(images: SSAValue) -> list[ReshapeOp | TransposeOp]:
     """Return the way from (N, C, H, W) to (N*H*W, C)."""
     count, channels, height, width = shape_of(images)
-    pixels = Dim(height.constant * width.constant)
-    if count == Dim(1):
-        planes = ReshapeOp(images, (channels, pixels))
-        return [planes, TransposeOp(planes.result, [1, 0])]
-    last = TransposeOp(images, [0, 2, 3, 1])
-    return [last, ReshapeOp(last.result, (pixels.times(count.constant), channels))]
+    pixels = Dim(count.constant * height.constant * width.constant)
+    last = TransposeOp(images, CHANNEL_LAST)
+    return [last, ReshapeOp(last.result, (pixels, channels))]
 
 
 def _to_images(rows: SSAValue, shape: Sequence[Dim]) -> list[ReshapeOp | TransposeOp]:
     """Return the way back from (N*H*W, C) to (N, C, H, W)."""
     count, channels, height, width = shape
-    if count == Dim(1):
-        planes = TransposeOp(rows, [1, 0])
-        return [planes, ReshapeOp(planes.result, shape)]
     last = ReshapeOp(rows, (count, height, width, channels))
-    return [last, TransposeOp(last.result, [0, 3, 1, 2])]
+    return [last, TransposeOp(last.result, CHANNEL_FIRST)]
 
 
 def _geometry(op: OnnxOp) -> tuple[int, ...] | None:

@@ -83,7 +83,7 @@ _NUMBERED: Final[Mapping[str, tuple[MapKind, str, float, str, float]]] = Mapping
         "ThresholdedRelu": (_K.THRESHOLDED_RELU, "alpha", 1.0, "", 0.0),
     }
 )
-_REDUCTIONS: Final[Mapping[str, ReduceKind]] = MappingProxyType(
+REDUCTIONS: Final[Mapping[str, ReduceKind]] = MappingProxyType(
     {
         "ReduceL1": ReduceKind.L1,
         "ReduceL2": ReduceKind.L2,
@@ -273,8 +273,8 @@ def _reduce(op: OnnxOp, r: ReferenceCalls) -> list[View]:
     if not axes:
         return [x]
     name = op.op.data
-    if name in _REDUCTIONS:
-        return [r.reduce(_REDUCTIONS[name], x, axes, keep=keep)]
+    if name in REDUCTIONS:
+        return [r.reduce(REDUCTIONS[name], x, axes, keep=keep)]
     if name == "ReduceLogSum":
         return [r.map(_K.LOG, r.reduce(ReduceKind.SUM, x, axes, keep=keep))]
     top = r.reduce(ReduceKind.MAX, x, axes)
@@ -354,7 +354,7 @@ ELEMENTWISE: Final[Mapping[str, Row]] = MappingProxyType(
         **dict.fromkeys(_UNARY, _unary),
         **dict.fromkeys(_BINARY, _binary),
         **dict.fromkeys(_NUMBERED, _numbered),
-        **dict.fromkeys(_REDUCTIONS, _reduce),
+        **dict.fromkeys(REDUCTIONS, _reduce),
         "ArgMax": _arg,
         "ArgMin": _arg,
         "Cast": _cast,
@@ -380,3 +380,11 @@ ELEMENTWISE: Final[Mapping[str, Row]] = MappingProxyType(
         "Where": _where,
     }
 )
+EACH_ELEMENT: Final = frozenset(
+    {
+        *(*_UNARY, *_BINARY, *_NUMBERED),
+        *("Cast", "CastLike", "Celu", "Clip", "Gelu", "Greater", "GreaterOrEqual", "HardSwish"),
+        *("IsInf", "Mean", "Mod", "Pow", "Selu", "Where"),
+    }
+)
+"""Operators that make every element of elements at its own place, operands broadcast."""

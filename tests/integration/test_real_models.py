@@ -139,9 +139,10 @@ def test_it_folds_every_batch_norm_behind_a_convolution(
     name: str, fewer: int, tmp_path: Path
 ) -> None:
     published = next(case for case in CASES if case.file == name)
+    keep = ("sink-layouts",)  # which writes batch norms out
     folded, plain = (
         GraphCase.of(model_file(name), tmp_path / kind, published.dims, leave_out=left_out)
-        for kind, left_out in (("folded", ()), ("plain", ("fold-affine",)))
+        for kind, left_out in (("folded", keep), ("plain", (*keep, "fold-affine")))
     )
     assert "BatchNormalization" in plain.pipeline.ir_text["raised"]
     assert "BatchNormalization" not in folded.pipeline.ir_text["raised"]
@@ -154,3 +155,24 @@ def test_it_folds_every_batch_norm_behind_a_convolution(
         made = case.native(case.feeds(arrays))
         errors.append(max(relative_error(case.array(r, made[r], v), v) for r, v in wanted.items()))
     assert max(errors) < FOLDED_ERROR
+
+
+@pytest.mark.parametrize(
+    ("name", "moves", "before"), [("ppocr-det", 2, 75), ("ppocr-cls", 3, 60), ("ppocr-rec", 13, 60)]
+)
+def test_images_keep_one_layout_between_convolutions(
+    name: str, moves: int, before: int, tmp_path: Path
+) -> None:
+    published = next(case for case in CASES if case.file == name)
+    sunk, plain = (
+        GraphCase.of(model_file(name), tmp_path / kind, published.dims, leave_out=left_out)
+        for kind, left_out in (("sunk", ()), ("plain", ("sink-layouts",)))
+    )
+    counts = [
+        sum(call.op is Op.REF_MOVE for call in case.pipeline.module.programs[0].calls)
+        for case in (sunk, plain)
+    ]
+    assert counts[0] <= moves
+    assert counts[1] >= before
+    feeds = sunk.feeds(published.inputs())
+    assert sunk.native(feeds) == plain.native(feeds)

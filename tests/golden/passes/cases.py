@@ -15,6 +15,7 @@ from compiler.passes.inject_masks import InjectMasks, encode_masks
 from compiler.passes.pipeline import STAGES
 from compiler.passes.remove_columns import Removal, RemoveColumns
 from tests.factories.attention_blocks import Planted, attention_block
+from tests.factories.image_models import MIDDLES, between, write_image_block
 from tests.factories.int8_blocks import Bytes, int8_block
 from tests.factories.moe_contrib import contrib
 from tests.factories.moe_shapes import Mix
@@ -126,6 +127,7 @@ CASES: Mapping[str, Writer] = {
     "raise-prune": lambda d: write_tiny(d, SMALL),
     "raise-conv": lambda d: write_tiny(d, SMALL),
     "raise-elementwise": lambda d: write_block(d, elementwise_block),
+    "sink-layouts": lambda d: write_image_block(d, between(MIDDLES["squeezed"])),
     "drop-dead-channels": lambda d: write_block(d, dead_channel_block),
     "drop-dead-heads": lambda d: write_block(d, attention_block(DEAD_HEAD), width=16),
     "remove-columns": lambda d: write_block(d, dead_channel_block),
