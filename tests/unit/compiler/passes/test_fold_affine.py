@@ -121,6 +121,10 @@ KEPT = {
 }
 
 
+NAMED = ("sink-layouts",)
+"""Left out, so that a batch norm keeps its name."""
+
+
 def saved(build: Build, shape: tuple[int, ...], folder: Path) -> Path:
     b = GraphBuilder(5)
     y = build(b, "x")
@@ -148,8 +152,8 @@ def calls(case: GraphCase) -> int:
 def test_it_computes_what_the_file_says_in_fewer_calls(name: str, tmp_path: Path) -> None:
     build, shape, fewer = FOLDED[name]
     path = saved(build, shape, tmp_path)
-    folded = GraphCase.of(path, tmp_path / "folded")
-    plain = GraphCase.of(path, tmp_path / "plain", leave_out=("fold-affine",))
+    folded = GraphCase.of(path, tmp_path / "folded", leave_out=NAMED)
+    plain = GraphCase.of(path, tmp_path / "plain", leave_out=(*NAMED, "fold-affine"))
     assert calls(folded) <= calls(plain) - fewer
     assert "BatchNormalization" not in folded.pipeline.ir_text["raised"]
     assert "BatchNormalization" in plain.pipeline.ir_text["raised"]
@@ -160,7 +164,7 @@ def test_it_computes_what_the_file_says_in_fewer_calls(name: str, tmp_path: Path
 @pytest.mark.parametrize("name", KEPT)
 def test_it_leaves_what_is_not_part_of_a_product(name: str, tmp_path: Path) -> None:
     build, kind = KEPT[name]
-    case = GraphCase.of(saved(build, IMAGE, tmp_path), tmp_path / "s")
+    case = GraphCase.of(saved(build, IMAGE, tmp_path), tmp_path / "s", leave_out=NAMED)
     assert "fold-affine: 0" in case.pipeline.notes
     if kind == "BatchNormalization":
         assert kind in case.pipeline.ir_text["raised"]
