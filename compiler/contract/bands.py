@@ -280,6 +280,11 @@ class BandedRunner(RunnerBefore):
         self.fewest = False
         self._fewest = min(bands.bands, key=lambda band: band.top_k).program
 
+    @property
+    def has_fewer(self) -> bool:
+        """Whether a variant takes fewer experts than `step`."""
+        return self._fewest != STEP
+
     def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
         """Run a program; see `PlanRunner.run`."""
         if program != STEP:

@@ -177,6 +177,11 @@ class NativePlan:
         finally:
             self._lock.release()
 
+    @property
+    def lost_threads(self) -> int:
+        """Lent threads that have ended by themselves; the same bits come without them, later."""
+        return 0 if self._workers is None else self._workers.lost
+
     def set_trace(self, address: int | None) -> None:
         """Have runs write events to the `SfTrace` at an address; None ends it.
 
@@ -422,15 +427,17 @@ class NativePlan:
             raise_status(status, f"cache of {length} rows")
 
     def close(self) -> None:
-        """Unload the kernels. Memory goes when the last result view goes."""
+        """Unload the kernels. Memory goes when the last result view goes.
+
+        Threads that a damaged context does not let go keep kernels and memory as they are.
+        """
         library, self._library = self._library, None
         if library is None:
             return
         if self._policy is not None:
             self._policy.close()
-        if self._workers is not None:
-            self._workers.close()
-        library.close()
+        if self._workers is None or self._workers.close():
+            library.close()
 
     def __enter__(self) -> Self:
         return self

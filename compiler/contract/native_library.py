@@ -29,6 +29,8 @@ _MACHINES: Final[Mapping[int, str]] = MappingProxyType(
     {62: "x86_64", 183: "aarch64", 243: "riscv64"}
 )
 _MFD_EXEC: Final = 0x10
+_JOIN_S: Final = 1.0
+"""How often a thread that is waited for is looked at, seconds."""
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
@@ -192,6 +194,7 @@ class Workers:
         """
         self._dismiss: weakref.finalize[..., object] | None = None
         self._count = 0
+        self._threads: list[threading.Thread] = []
         lend, work, release = library.lend, library.work, library.release
         if not count or lend is None or work is None or release is None or lend(context):
             return
@@ -207,18 +210,27 @@ class Workers:
             except RuntimeError:  # the system gives no more; fewer are slower, not wrong
                 break
             threads.append(thread)
-        self._count = len(threads)
+        self._count, self._threads = len(threads), threads
         self._dismiss = weakref.finalize(self, _dismiss, release, context, threads, held)
 
     def __len__(self) -> int:
         """Return how many threads there are."""
         return self._count
 
-    def close(self) -> None:
-        """Send the threads home and wait for them."""
-        self._count = 0
-        if self._dismiss is not None:
-            self._dismiss()
+    @property
+    def lost(self) -> int:
+        """How many threads have ended without being sent home; runs go on without them."""
+        return sum(not _is_there(thread) for thread in self._threads)
+
+    def close(self) -> bool:
+        """Send the threads home and wait for them.
+
+        Returns:
+            Whether nobody is inside: a damaged context refuses, and its threads stay for ever.
+        """
+        self._count, self._threads = 0, []
+        dismiss, self._dismiss = self._dismiss, None
+        return dismiss is None or dismiss() is not False
 
 
 def _lend(work: "ctypes._FuncPointer", context: int, _keeps: object, cpus: Set[int]) -> None:
@@ -230,7 +242,17 @@ def _lend(work: "ctypes._FuncPointer", context: int, _keeps: object, cpus: Set[i
 
 def _dismiss(
     release: "ctypes._FuncPointer", context: int, threads: list[threading.Thread], _keeps: object
-) -> None:
-    release(context)
+) -> bool:
+    if release(context):
+        return False
     for thread in threads:
-        thread.join()
+        while _is_there(thread):
+            thread.join(_JOIN_S)
+    return True
+
+
+def _is_there(thread: threading.Thread) -> bool:
+    """Return whether the system still has a thread: one that died in native code never says so."""
+    if not thread.is_alive():
+        return False
+    return thread.native_id is None or Path(f"/proc/self/task/{thread.native_id}").exists()

@@ -67,6 +67,16 @@ class LoadedWeights:
             row.data, row.bytes = self.memory.address + at, length
         return table
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Sections that are here, in order."""
+        return tuple(self._places)
+
+    def section(self, name: str) -> memoryview:
+        """Return the bytes of a section as they are in memory now; writing them repairs it."""
+        at, length = self._places[name]
+        return self.memory.view[at : at + length]
+
     @staticmethod
     def _require_length(entry: SectionEntry, found: int) -> None:
         if found != entry.length:

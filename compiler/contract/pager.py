@@ -9,13 +9,35 @@ experts are in memory. An exception inside a pager cannot pass through native co
 
 import ctypes
 from collections.abc import Callable
-from typing import Final
+from typing import ClassVar, Final
 
+from compiler.contract.native_errors import NativeError
 from compiler.contract.operations import ExpertEvent
 
 Pager = Callable[[ExpertEvent, int], bool]
 """Takes an event and the number, in the plan, of the expert's first weight."""
 C_PAGER: Final = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32)
+
+
+class PrefetchStallError(NativeError):
+    """A pager waited too long for what it fetches ahead: run without fetching ahead."""
+
+    code: ClassVar[str] = "contract.native.prefetch_stall"
+
+
+class PagerSwitch:
+    """A pager that can be told not to fetch ahead: each load step then fetches what it needs."""
+
+    def __init__(self, pager: Pager) -> None:
+        """Pass every event on."""
+        self._pager = pager
+        self.is_fetching_ahead = True
+
+    def __call__(self, event: ExpertEvent, weight: int) -> bool:
+        """Return whether the expert is there; what is not fetched ahead is not there yet."""
+        if event is ExpertEvent.PREFETCH and not self.is_fetching_ahead:
+            return False
+        return self._pager(event, weight)
 
 
 class PagerHook:

@@ -38,10 +38,17 @@ ACCELERATORS: Final[tuple[tuple[str, str], ...]] = (
 
 @dataclass(frozen=True, slots=True)
 class Zone:
-    """One thermal zone: its kind, e.g. `cpu-thermal`, and degrees Celsius."""
+    """One thermal zone.
+
+    Attributes:
+        kind: For example `cpu-thermal`.
+        celsius: Its temperature.
+        critical: Where the kernel switches the machine off, degrees Celsius; None = it never says.
+    """
 
     kind: str
     celsius: float
+    critical: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +96,19 @@ def thermal_zones(root: Path = ROOT) -> tuple[Zone, ...]:
             continue
         celsius = millidegrees / 1e3
         if _COLDEST_C < celsius < _HOTTEST_C:
-            zones.append(Zone(read_file(folder / "type").strip() or folder.name, celsius))
+            kind = read_file(folder / "type").strip() or folder.name
+            zones.append(Zone(kind, celsius, _critical(folder)))
     return tuple(zones)
+
+
+def _critical(zone: Path) -> float | None:
+    """Return the trip point of a zone at which the machine is switched off, degrees Celsius."""
+    for path in sorted(zone.glob("trip_point_*_type")):
+        if read_file(path).strip() == "critical":
+            trip = _scaled(path.with_name(path.name.removesuffix("_type") + "_temp"), 1e-3)
+            if trip is not None and 0.0 < trip < _HOTTEST_C:
+                return trip
+    return None
 
 
 def batteries(root: Path = ROOT) -> tuple[Battery, ...]:

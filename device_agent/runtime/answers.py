@@ -1,20 +1,29 @@
 """Questions and answers, as the rest of the agent sees them."""
 
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import Final, Protocol
 
 from compiler.contract.bands import BandedRunner
 from compiler.contract.degrade import Rung
 from compiler.contract.errors import ContractError
+from compiler.contract.pager import PagerSwitch
 from compiler.contract.pipeline import Pipeline
+from compiler.contract.policy import PLAIN
 from compiler.contract.session import Buffer, PlanRunner, RunnerBefore, Session
-from device_agent.errors import AnswerError
+from device_agent.errors import AnswerError, RequestError
 from device_agent.runtime.bundle import ClosableRunner, LoadedBundle
 from device_agent.runtime.degrade_keeper import DegradeKeeper
+from device_agent.runtime.faults import AS_ASKED, FaultKind, Way, kind_of
 from device_agent.runtime.keeper import PolicyKeeper
+from device_agent.runtime.sentinel import SentinelRunner
+
+log = logging.getLogger("device_agent.runtime")
 
 _SECOND_MS: Final = 1_000.0
 
@@ -56,6 +65,8 @@ class AnswerRecord:
         latency_ms: From the picture to the last token, milliseconds.
         detail: Error text, if any.
         degraded: Whether the device did less for it than the bundle asks for.
+        faults: What went wrong on the way, in order; an answer may still have come of it.
+        reasons: Why it is degraded: kinds of faults, or signals of the rules in effect.
     """
 
     manifest_sha256: str
@@ -65,6 +76,8 @@ class AnswerRecord:
     latency_ms: float
     detail: str = ""
     degraded: bool = False
+    faults: tuple[FaultKind, ...] = ()
+    reasons: tuple[str, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -114,7 +127,7 @@ class TimeoutRunner(RunnerBefore):
 
 
 class BundleAnswerer:
-    """Answers with a loaded bundle: see the picture, ask, measure."""
+    """Answers with a loaded bundle: see the picture, ask, measure. One attempt each time."""
 
     def __init__(
         self,
@@ -124,8 +137,18 @@ class BundleAnswerer:
         facts: Mapping[str, object] | None = None,
         keeper: PolicyKeeper | None = None,
         degrade: DegradeKeeper | None = None,
+        pager: PagerSwitch | None = None,
     ) -> None:
         """Start a session; `keeper` and `degrade` see every answer and keep policy and rung.
+
+        Args:
+            bundle: What answers.
+            timeout_s: Limit of one answer, seconds.
+            monotonic: Clock in seconds.
+            facts: For `status`.
+            keeper: Of the policy.
+            degrade: Of the rung.
+            pager: Where experts come from, if they are paged; already told to the plan.
 
         Raises:
             ContractError: The bundle does not answer in words.
@@ -134,11 +157,13 @@ class BundleAnswerer:
         self._facts = dict(facts or {})
         self._keeper = keeper
         self._degrade = degrade
+        self._pager = pager
         self._pipeline: Pipeline = bundle.pipeline
         self._native: ClosableRunner = bundle.runner
         self._runner = TimeoutRunner(bundle.runner, monotonic)
-        self._banded = None if bundle.bands is None else BandedRunner(self._runner, bundle.bands)
-        self._session = Session(self._banded or self._runner, bundle.pipeline)
+        watched = SentinelRunner(self._runner, bundle.pipeline)
+        self._banded = None if bundle.bands is None else BandedRunner(watched, bundle.bands)
+        self._session = Session(self._banded or watched, bundle.pipeline)
         self._timeout_s = timeout_s
         self._monotonic = monotonic
 
@@ -159,71 +184,137 @@ class BundleAnswerer:
             facts["steps"] = dict(self._banded.ran)
         return facts
 
+    @property
+    def lost_threads(self) -> int:
+        """Lent threads that have died."""
+        return self._native.lost_threads
+
+    @property
+    def rungs(self) -> frozenset[Rung]:
+        """Return the rungs that this bundle has here; a way beyond them changes nothing."""
+        has = {
+            Rung.NO_PREFETCH: self._pager is not None,
+            Rung.FEWER_EXPERTS: self._banded is not None and self._banded.has_fewer,
+        }
+        return frozenset({Rung.NORMAL, *(rung for rung, there in has.items() if there)})
+
     def understands(self, question: Question) -> bool:
         """Return whether the model knows every word and the size of the picture."""
-        tokens, image = self._pipeline.tokens, self._pipeline.image
         try:
-            if tokens is not None:
-                tokens.prompt(question.prompt, question.words)
-        except ContractError:
+            self._require_understood(question)
+        except RequestError:
             return False
-        fits = image is not None and len(question.image) == image.size_bytes
-        return tokens is not None and (fits or not question.image)
+        return True
 
-    def answer(self, question: Question) -> AnswerRecord:
-        """Answer one question about one picture."""
-        degraded = self._take_rung()
+    def answer(self, question: Question, way: Way = AS_ASKED, limit_s: float = inf) -> AnswerRecord:
+        """Answer one question about one picture; what goes wrong is in the record.
+
+        Args:
+            question: What is asked.
+            way: How this attempt runs.
+            limit_s: Stop earlier than the time of an answer says, seconds.
+        """
+        reasons = self._take_rung(way)
         start = self._monotonic()
-        self._runner.deadline = start + self._timeout_s
-        words: tuple[str, ...] = ()
-        detail = ""
-        try:
-            words, outcome = self._ask(question)
-        except TimeoutError:
-            outcome, detail = Outcome.TIMEOUT, f"not finished after {self._timeout_s:g} s"
-        except (ContractError, OSError) as error:
-            outcome, detail = Outcome.ERROR, str(error)
+        limit_s = min(limit_s, self._timeout_s)
+        self._runner.deadline = start + limit_s
+        words, outcome, detail, fault = self._attempt(question, way)
         latency_ms = (self._monotonic() - start) * _SECOND_MS
-        if self._keeper is not None:
-            self._keeper.answered()
-        if outcome is Outcome.ENDED and latency_ms > self._timeout_s * _SECOND_MS:
-            outcome, detail = Outcome.TIMEOUT, f"took {latency_ms:.0f} ms"
+        if outcome is Outcome.ENDED and latency_ms > limit_s * _SECOND_MS:
+            outcome, detail, fault = Outcome.TIMEOUT, f"took {latency_ms:.0f} ms", FaultKind.TIMEOUT
+        if fault is FaultKind.TIMEOUT:
+            outcome = Outcome.TIMEOUT
+            detail = detail or f"not finished after {limit_s:g} s"
         expected = question.expected
         correct = None if expected is None else outcome is Outcome.ENDED and words == expected
-        record = AnswerRecord(self._sha256, words, outcome, correct, latency_ms, detail, degraded)
-        if self._degrade is not None:
+        faults = () if fault is None else (fault,)
+        record = AnswerRecord(
+            self._sha256,
+            words,
+            outcome,
+            correct,
+            latency_ms,
+            detail,
+            bool(reasons),
+            faults,
+            reasons,
+        )
+        if self._degrade is not None and fault is not FaultKind.BAD_INPUT:
             self._degrade.answered(failed=record.failed)
         return record
 
-    def _take_rung(self) -> bool:
-        """Run the next answer on the present rung; return whether that is below NORMAL."""
-        if self._degrade is None or self._banded is None:
-            return False
-        rung = self._degrade.rung()
-        self._banded.fewest = rung >= Rung.FEWER_EXPERTS
-        return rung is not Rung.NORMAL
+    def close(self) -> None:
+        """Free the native memory."""
+        self._native.close()
+
+    def _attempt(
+        self, question: Question, way: Way
+    ) -> tuple[tuple[str, ...], Outcome, str, FaultKind | None]:
+        try:
+            self._require_understood(question)
+            with self._alone() if way.alone else nullcontext():
+                return *self._ask(question), "", None
+        except Exception as error:  # named by kind; nothing passes to the caller
+            fault = kind_of(error)
+            if fault is FaultKind.CRASH and not isinstance(error, ContractError):
+                log.exception("an answer ended in an error of our own")
+            return (), Outcome.ERROR, str(error) or type(error).__name__, fault
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Run on the caller's thread and by the plain policy; afterwards as before."""
+        threads, present = self._native.threads, None
+        if self._native.policy.is_supported:
+            present = self._native.policy.present
+            self._native.policy.publish(PLAIN.variants)
+        self._native.threads = 1
+        try:
+            yield
+        finally:
+            self._native.threads = threads
+            if present is not None:
+                self._native.policy.use(present)
+
+    def _take_rung(self, way: Way) -> tuple[str, ...]:
+        """Run the next answer on the present rung or by `way`; return why, if below NORMAL."""
+        rung = Rung.NORMAL if self._degrade is None else self._degrade.rung()
+        if self._banded is not None:
+            self._banded.fewest = way.fewest or rung >= Rung.FEWER_EXPERTS
+        if self._pager is not None:
+            self._pager.is_fetching_ahead = way.prefetch and rung < Rung.NO_PREFETCH
+        return () if self._degrade is None or rung is Rung.NORMAL else self._degrade.reasons()
+
+    def _require_understood(self, question: Question) -> None:
+        tokens, image = self._pipeline.tokens, self._pipeline.image
+        if tokens is None:
+            raise RequestError("this bundle does not answer in words")
+        try:
+            tokens.prompt(question.prompt, question.words)
+        except ContractError as error:
+            raise RequestError(str(error), hint=error.hint) from error
+        wanted = 0 if image is None else image.size_bytes
+        if len(question.image) not in (0, wanted):
+            raise RequestError(f"a picture of {len(question.image)} bytes, expected {wanted}")
 
     def _ask(self, question: Question) -> tuple[tuple[str, ...], Outcome]:
         tokens = self._pipeline.tokens
-        if tokens is None:
-            raise ContractError("this bundle does not answer in words")
+        assert tokens is not None
         if question.image:
             self._session.see(question.image)
         answer = self._session.answer(tokens.prompt(question.prompt, question.words))
         outcome = Outcome.ENDED if answer.stopped else Outcome.CUT_OFF
         return tuple(tokens.words(answer.tokens)), outcome
 
-    def close(self) -> None:
-        """Free the native memory."""
-        self._native.close()
-
 
 def require_answered(record: AnswerRecord) -> AnswerRecord:
     """Return `record` unless the plan failed.
 
     Raises:
+        RequestError: The question is not one for this bundle.
         AnswerError: An error status or a timeout.
     """
+    if FaultKind.BAD_INPUT in record.faults:
+        raise RequestError(record.detail)
     if record.outcome in (Outcome.ERROR, Outcome.TIMEOUT):
         raise AnswerError(record.detail or record.outcome.value)
     return record

@@ -7,7 +7,7 @@ between the check and the load. Standard library and contract only: the self-tes
 
 import mmap
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -17,6 +17,7 @@ from compiler.contract.errors import ContractError
 from compiler.contract.manifest import MAX_MANIFEST_BYTES, ReleaseManifest, parse_manifest
 from compiler.contract.native import NativePlan
 from compiler.contract.native_policy import PolicySeat
+from compiler.contract.native_weights import LoadedWeights
 from compiler.contract.pipeline import Pipeline, parse_pipeline
 from compiler.contract.plan import parse_plan
 from compiler.contract.planes import MAX_SECTION_BYTES
@@ -61,6 +62,14 @@ class ClosableRunner(ThreadedRunner, Protocol):
         """How many of them lie on huge pages; None if the system does not say."""
 
     @property
+    def weights(self) -> LoadedWeights:
+        """Its weights in memory."""
+
+    @property
+    def lost_threads(self) -> int:
+        """Lent threads that have ended by themselves."""
+
+    @property
     def policy(self) -> PolicySeat:
         """Where its policy is swapped."""
 
@@ -79,6 +88,7 @@ class LoadedBundle:
         self_test: Bytes of the self-test section.
         policy: How its calls run; a bundle without one leaves nothing to choose.
         bands: Its variants of `step` and when they run; None if it has no variant.
+        sections: SHA-256 and length of every section, as the manifest signs for them.
     """
 
     manifest_sha256: str
@@ -87,6 +97,7 @@ class LoadedBundle:
     self_test: bytes
     policy: Policy = PLAIN
     bands: Bands | None = None
+    sections: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
 
 def read_manifest(store: ObjectStore, sha256: str, size_bytes: int) -> ReleaseManifest:
@@ -200,12 +211,14 @@ def _load(
         pipeline = parse_pipeline(bytes(views[PIPELINE]))
         policy = parse_policy(bytes(views[POLICY])) if POLICY in views else PLAIN
         bands = parse_bands(bytes(views[BANDS])) if BANDS in views else None
-        digests = {section.component: section.sha256 for section in manifest.sections}
+        sections = {item.component: (item.sha256, item.size_bytes) for item in manifest.sections}
+        digests = {name: sha256 for name, (sha256, _) in sections.items()}
         runner = _start(views, bands, digests, WeightPool() if pool is None else pool)
     except (ContractError, OSError) as error:
         hint = error.hint if isinstance(error, ContractError) else ""
         raise BundleError(f"the plan does not load: {error}", hint=hint) from error
-    return LoadedBundle(sha256, runner, pipeline, bytes(views[SELF_TEST]), policy, bands)
+    self_test = bytes(views[SELF_TEST])
+    return LoadedBundle(sha256, runner, pipeline, self_test, policy, bands, sections)
 
 
 def _start(

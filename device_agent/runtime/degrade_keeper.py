@@ -13,6 +13,7 @@ from typing import Final
 
 from compiler.contract.bands import Bands
 from compiler.contract.degrade import Rule, Rung, parse_rules, rules_bytes
+from compiler.contract.rule_language import comparisons
 from device_agent.probe import sensors
 from device_agent.runtime.degrade import Counter, DegradeState, Observation, degrade_step
 
@@ -107,6 +108,14 @@ class DegradeKeeper:
         """Count an answer; a failure below NORMAL may be our own doing."""
         self._faults += failed
         self._own_faults += failed and self._state.rung is not Rung.NORMAL
+
+    def reasons(self) -> tuple[str, ...]:
+        """Return the signals of the rules in effect, or of the last one while recovering."""
+        names = self._state.held or {self._last_rule}
+        found = {
+            one.name for rule in self._rules if rule.name in names for one in comparisons(rule.when)
+        }
+        return tuple(sorted(found))
 
     def facts(self) -> dict[str, object]:
         """Return what `status` shows."""

@@ -15,6 +15,9 @@ from device_agent.runtime.affinity import AUTO
 from device_agent.runtime.answers import Answerer, BundleAnswerer
 from device_agent.runtime.bundle import LoadedBundle, load_bundle
 from device_agent.runtime.degrade_keeper import DEFAULT_RULES, DegradeKeeper, rungs_of
+from device_agent.runtime.guard import InferenceGuard, Opened
+from device_agent.runtime.heat import CriticalHeat
+from device_agent.runtime.scrubber import Scrubber
 from device_agent.runtime.tuning import Tuned, tune
 from device_agent.runtime.weights import WeightPool
 from device_agent.storage.objects import ObjectStore
@@ -95,21 +98,11 @@ class NativeEngine:
             raise SelfTestFailedError(f"the self-test cannot be started: {error}") from error
         _require_passed(done)
 
-    def start(self, pointer: Pointer) -> Answerer:
-        """Load the bundle; see `Engine`."""
-        bundle = load_bundle(self.store, pointer, self.weights)
-        try:
-            tuned = self.tune(bundle)
-            return BundleAnswerer(
-                bundle,
-                self.answer_timeout_s,
-                facts=tuned.facts,
-                keeper=tuned.keeper,
-                degrade=DegradeKeeper(self.rules, rungs_of(bundle.bands), time.monotonic),
-            )
-        except ContractError as error:
-            bundle.runner.close()
-            raise BundleError(f"the bundle does not answer: {error}") from error
+    def start(self, pointer: Pointer) -> InferenceGuard:
+        """Load the bundle, guarded; see `Engine`."""
+        opening = _Opening(self, pointer)
+        heat = CriticalHeat(time.monotonic)
+        return InferenceGuard(opening.open, self.answer_timeout_s, heat.is_critical)
 
     def tune(self, bundle: LoadedBundle) -> Tuned:
         """Give a loaded bundle its threads and its policy; see `tune`.
@@ -118,6 +111,49 @@ class NativeEngine:
             ContractError: The plan ended with an error status.
         """
         return tune(bundle, self.threads, self.cpus)
+
+
+class _Opening:
+    """Loads one bundle, as often as it takes; the rung outlives a plan that is built anew."""
+
+    def __init__(self, engine: NativeEngine, pointer: Pointer) -> None:
+        self._engine, self._pointer = engine, pointer
+        self._degrade: DegradeKeeper | None = None
+
+    def open(self) -> Opened:
+        """Load it.
+
+        Raises:
+            BundleError: It is incomplete, damaged, or does not answer.
+        """
+        engine = self._engine
+        bundle = load_bundle(engine.store, self._pointer, engine.weights)
+        try:
+            tuned = engine.tune(bundle)
+            if self._degrade is None:
+                rungs = rungs_of(bundle.bands)
+                self._degrade = DegradeKeeper(engine.rules, rungs, time.monotonic)
+            answerer = BundleAnswerer(
+                bundle,
+                engine.answer_timeout_s,
+                facts=tuned.facts,
+                keeper=tuned.keeper,
+                degrade=self._degrade,
+            )
+        except ContractError as error:
+            bundle.runner.close()
+            raise BundleError(f"the bundle does not answer: {error}") from error
+        return Opened(answerer, scrubber_of(engine.store, bundle))
+
+
+def scrubber_of(store: ObjectStore, bundle: LoadedBundle) -> Scrubber:
+    """Return who watches the weights of a loaded bundle against its manifest."""
+    digests = {name: sha256 for name, (sha256, _) in bundle.sections.items()}
+
+    def read(name: str) -> memoryview:
+        return store.read_verified(*bundle.sections[name])
+
+    return Scrubber(bundle.runner.weights, digests, read)
 
 
 def _require_passed(done: "subprocess.CompletedProcess[bytes]") -> None:

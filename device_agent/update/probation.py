@@ -13,6 +13,7 @@ from typing import Final
 from device_agent.config import AgentConfig
 from device_agent.errors import UnfitError
 from device_agent.runtime.answers import AnswerRecord, Outcome
+from device_agent.runtime.faults import BY_BUNDLE
 
 MIN_ANSWERS_FOR_ERRORS: Final = 5
 MIN_ANSWERS_FOR_CUT_OFFS: Final = 20
@@ -64,11 +65,16 @@ class Probation:
             self._seen = _Seen()
 
     def record(self, record: AnswerRecord) -> None:
-        """Note an answer; those of other bundles do not count."""
+        """Note an answer; those of other bundles do not count.
+
+        An answer that only a remedy gave counts as an error if the fault may be the bundle's.
+        """
         with self._lock:
             if record.manifest_sha256 == self._seen.manifest_sha256:
                 outcomes = self._seen.outcomes
-                outcomes[record.outcome] = outcomes.get(record.outcome, 0) + 1
+                is_to_blame = BY_BUNDLE & {*record.faults} and not record.failed
+                outcome = Outcome.ERROR if is_to_blame else record.outcome
+                outcomes[outcome] = outcomes.get(outcome, 0) + 1
 
     def is_passed(self, duration_s: float) -> bool:
         """Return whether the bundle has shown enough; False = go on watching.
