@@ -39,6 +39,11 @@ _POLICY: Final = {
     "full": policy.FULL,
     "look_again": policy.LOOK_AGAIN,
 }
+_SHARED_PARTS: Final = (
+    (registry.GELU_USERS, registry.GELU_TEMPLATE),
+    (registry.PRUNE_USERS, registry.PRUNE_TEMPLATE),
+    (registry.RECURRENT_USERS, registry.RECURRENT_TEMPLATE),
+)
 _TABLES: Final = ("sections", "weights", "buffers", "programs", "ports", "calls", "operands")
 
 
@@ -182,7 +187,7 @@ def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
         found += registry.REFERENCE_TEMPLATES
     if Op.ATTENTION in ops:
         found.append(registry.KV_TEMPLATE)
-    if registry.GELU_USERS.intersection(ops):
-        found.append(registry.GELU_TEMPLATE)
+    for users, template in _SHARED_PARTS:
+        found += [template] if users.intersection(ops) else []
     found += dict.fromkeys(spec.template for spec in specs)
     return [*found, "runtime/stored_load.c.in", "runtime/vm.c.in"]

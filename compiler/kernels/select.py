@@ -72,10 +72,11 @@ _W8_PARTS: Final[Mapping[str, W8Part]] = MappingProxyType(
         "dotprod": W8Part("templates/w8_dotprod.c.in", rows=4),
         "vec128": W8Part("templates/w8_vec128.c.in", rows=2),
         PORTABLE: W8Part("templates/w8_portable.c.in", rows=4),
+        OPENCL_TILE.isa: W8Part("opencl/products.cl.in", rows=1, columns=1),
     }
 )
 
 
 def w8_part(tile: TileSpec) -> W8Part:
-    """Return the part that reads the quantised rows of `tile`, one of `TILES`."""
+    """Return the part that reads the quantised rows of `tile`."""
     return _W8_PARTS[tile.isa]

@@ -16,7 +16,6 @@ from compiler.contract.native_errors import (
     TooManyTokensError,
     UnsupportedPlanError,
 )
-from compiler.contract.plan import PlanError
 from compiler.emitters.opencl.device import Launch
 from compiler.emitters.opencl.runner import OpenClPlan
 from compiler.emitters.runner import ScriptRun, play
@@ -27,7 +26,7 @@ from tests.factories.kernels import Case, native_targets, raw
 from tests.factories.modules import small_decoder
 from tests.factories.opencl import EMITTER, device, load
 from tests.integration.test_native_emulated import IMAGE, runner, step
-from tests.integration.test_native_kv_codes import SHAPES, attention
+from tests.integration.test_native_kv_codes import SHAPES, STEP, attention, rows
 from tests.integration.test_native_nm import linear as nm_linear
 from tests.integration.test_native_nm import shared
 from tests.integration.test_native_ops import CASES, MAX_TOKENS, OpCase
@@ -66,9 +65,27 @@ def observed() -> Iterator[list[Launch]]:
         device().observer = None
 
 
-def test_it_refuses_a_cache_of_codes() -> None:
-    with pytest.raises(PlanError, match="no OpenCL kernel reads a cache of kind I8"):
-        load(Case.of(attention(SHAPES["heads"])))
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_cache_of_codes_gives_the_bits_of_the_simulator(name: str) -> None:
+    """Also where a window lets the cache wrap around."""
+    shape = SHAPES[name]
+    case = Case.of(attention(shape))
+    simulator, plan = case.simulator(), load(case)
+    length = shape[3] + (60 if shape[4] else 0)
+    for at, start in enumerate(range(0, length, STEP)):
+        values = rows(shape, min(STEP, length - start), at)
+        assert raw(plan.run("run", values)) == raw(simulator.run("run", values))
+    assert plan.kv_length == simulator.kv_length == length
+
+
+def test_a_cache_of_codes_takes_no_key_or_value_that_is_no_number() -> None:
+    plan = load(Case.of(attention(SHAPES["groups"])))
+    for role in ("x1", "x2"):
+        values = rows(SHAPES["groups"], 2, 1)
+        values[role][1, 3] = np.inf
+        with pytest.raises(NotFiniteError):
+            plan.run("run", values)
+    assert plan.kv_length == 0
 
 
 @pytest.mark.parametrize("case", OFFERED, ids=lambda case: case.name)

@@ -8,15 +8,18 @@ from compiler.emitters.opencl.device import Operand
 from compiler.emitters.opencl.frame import Frame
 
 _FLOAT: Final = 4
+_CODE: Final = 2
+"""Bytes of a query's element as a code."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Columns of an operand, one of q, k and v."""
+    """Columns of an operand, one of q, k and v; `scales` where they are codes of the cache."""
 
     at: Operand
     stride: int
     rows: int
+    scales: Operand | None = None
 
 
 def _blocks(f: Frame, call: PlanCall, widths: tuple[int, ...]) -> list[_Block]:
@@ -48,19 +51,27 @@ def attention(f: Frame, call: PlanCall) -> None:
     past, capacity = (f.cache.length, f.cache.capacity) if cached else (0, k.rows)
     tables = _tables(f, call)
     f.device.launch(
-        "run_attention",
+        "run_attention" if k.scales is None else "run_attention_codes",
         (queries, rows),
         *(block.at for block in (*asked, k, v)),
         *tables.operands,
         f.device.space("scores", queries * rows * capacity * _FLOAT),
         f.device.space("query", queries * rows * width * _FLOAT),
         f.output(call).at,
+        *_scales(f, k, v, queries * rows * width),
         *(block.stride for block in (*asked, k, v)),
         *(queries, keys, width, past, k.rows, capacity, p["window"], p["sink"], tables.rows),
         cached or p["causal"],
         tables.rows > 0,
         float(call.params["scale"]),
     )
+
+
+def _scales(f: Frame, k: _Block, v: _Block, elements: int) -> tuple[Operand, ...]:
+    """Return what a launch over codes needs besides: scales, and room for the query's codes."""
+    if k.scales is None or v.scales is None:
+        return ()
+    return (k.scales, v.scales, f.device.space("query codes", elements * _CODE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +96,46 @@ def _place_keys(
     """Append keys and values to the cache, or rotate keys, or leave both where they are."""
     (k, v), (rows, heads, width) = blocks, shape
     layer, sink = int(call.params["kv_layer"]), int(call.params["sink"])
-    tables, cols = _tables(f, call), heads * width
-    if layer < 0 and not tables.rows:
-        return k, v
-    if layer >= 0:
-        keys = f.cache.memory.after(2 * layer * f.cache.layer_bytes)
-        values = keys.after(f.cache.layer_bytes)
+    tables, cols, cached = _tables(f, call), heads * width, int(call.params["kv_layer"]) >= 0
+    copied = cached and not f.cache.is_coded
+    if copied:
+        (keys, _), (values, _) = f.cache.half(layer, 0), f.cache.half(layer, 1)
     else:
         keys, values = f.device.space("keys", rows * cols * _FLOAT), f.none
-    f.device.launch(
-        "run_keys",
-        (rows,),
-        k.at,
-        v.at,
-        *tables.operands,
-        keys,
-        values,
-        f.status,
-        *(k.stride, v.stride, heads, width, f.cache.length, f.cache.capacity, sink, tables.rows),
-        layer >= 0,
-        tables.rows > 0,
-    )
-    moved = _Block(keys, cols, k.rows)
-    return moved, _Block(values, cols, v.rows) if layer >= 0 else v
+    if copied or tables.rows:
+        f.device.launch(
+            "run_keys",
+            (rows,),
+            k.at,
+            v.at,
+            *tables.operands,
+            keys,
+            values,
+            f.status,
+            *(k.stride, v.stride, heads, width, f.cache.length, f.cache.capacity, sink),
+            tables.rows,
+            copied,
+            tables.rows > 0,
+        )
+        k = _Block(keys, cols, k.rows)
+    if copied:
+        return k, _Block(values, cols, v.rows)
+    if cached:
+        return _coded(f, call, (k, v), shape)
+    return k, v
+
+
+def _coded(
+    f: Frame, call: PlanCall, blocks: tuple[_Block, _Block], shape: tuple[int, int, int]
+) -> tuple[_Block, _Block]:
+    """Append keys and values to a cache of codes; return where its layer lies."""
+    rows, heads, width = shape
+    layer, sink = int(call.params["kv_layer"]), int(call.params["sink"])
+    found = []
+    for which, block in enumerate(blocks):
+        codes, scales = f.cache.half(layer, which)
+        sizes = (block.stride, heads, width, f.cache.length, f.cache.capacity, sink)
+        size = (heads, rows)
+        f.device.launch("run_codes", size, block.at, codes, scales, f.status, *sizes)
+        found.append(_Block(codes, heads * width, block.rows, scales))
+    return found[0], found[1]

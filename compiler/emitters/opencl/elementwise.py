@@ -82,19 +82,32 @@ def rope(f: Frame, call: PlanCall) -> None:
 
 def conv2d(f: Frame, call: PlanCall) -> None:
     """Launch CONV2D."""
+    x, y, stride = f.required(call, 0), f.output(call), int(call.params["stride"])
+    _convolve(f, call, "run_conv2d", (x.cols, y.cols), (stride,))
+
+
+def conv_depthwise(f: Frame, call: PlanCall) -> None:
+    """Launch CONV_DEPTHWISE."""
+    down, across = (int(call.params[name]) for name in ("stride", "stride_x"))
+    _convolve(f, call, "run_depthwise", (f.output(call).cols,), (down, across or down))
+
+
+def _convolve(
+    f: Frame, call: PlanCall, kernel: str, depths: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    """Launch a kernel over windows: one work item per channel and pixel of the result."""
     x, y, bias = f.required(call, 0), f.output(call), f.weight(call, 1)
-    kh, kw, stride, pad, height, width = (
-        int(call.params[name]) for name in ("kh", "kw", "stride", "pad", "H", "W")
-    )
-    out_h, out_w = ((n + 2 * pad - k) // stride + 1 for n, k in ((height, kh), (width, kw)))
+    kh, kw, pad, height, width = (int(call.params[name]) for name in ("kh", "kw", "pad", "H", "W"))
+    out_h = (height + 2 * pad - kh) // strides[0] + 1
+    out_w = (width + 2 * pad - kw) // strides[-1] + 1
     f.device.launch(
-        "run_conv2d",
+        kernel,
         (y.cols, x.rows // (height * width) * out_h * out_w),
         x.at,
         f.constant(call.weights[0]),
         f.constant(bias),
         y.at,
-        *(x.cols, y.cols, kh, kw, stride, pad, height, width, out_h, out_w),
+        *(*depths, kh, kw, *strides, pad, height, width, out_h, out_w),
         int(call.params["act"]),
         bias is not None,
     )

@@ -18,13 +18,15 @@ from compiler.kernels import naming, registry
 _BASE: Final = ("opencl/prelude.cl.in", "runtime/math.c.in", "runtime/rows.c.in")
 _TILED: Final = ("opencl/tile.cl.in", "opencl/products.cl.in")
 _ROUTED: Final = (registry.ROUTE_TEMPLATE, "opencl/route.cl.in")
+_STEPS: Final = (registry.RECURRENT_TEMPLATE, "opencl/recurrent.cl.in")
+_CHOICES: Final = (registry.PRUNE_TEMPLATE, "opencl/prune.cl.in")
 _NORMS: Final = ("opencl/norms.cl.in",)
 _ELEMENTWISE: Final = ("opencl/elementwise.cl.in",)
 _MOVES: Final = ("opencl/moves.cl.in",)
 TEMPLATES: Final[Mapping[Op, tuple[str, ...]]] = MappingProxyType(
     {
-        Op.LINEAR: (*_TILED, *_NORMS),
-        Op.LINEAR_F32: (*_TILED, *_NORMS),
+        **dict.fromkeys((Op.LINEAR, Op.LINEAR_F32, Op.LINEAR_W8), (*_TILED, *_NORMS)),
+        **dict.fromkeys((Op.RECURRENT, Op.RECURRENT_F32), (*_TILED, *_STEPS, *_MOVES)),
         Op.EXPERTS: (*_TILED, registry.GELU_TEMPLATE, "opencl/experts.cl.in"),
         Op.MOE_LAYER: (
             *(*_TILED, *_NORMS, *_ROUTED),
@@ -36,6 +38,8 @@ TEMPLATES: Final[Mapping[Op, tuple[str, ...]]] = MappingProxyType(
         Op.ROPE: _NORMS,
         Op.ATTENTION: ("opencl/attention.cl.in",),
         **dict.fromkeys((Op.PRUNE, Op.ATTENTION_ROW), (*_MOVES, "opencl/prune.cl.in")),
+        **dict.fromkeys((Op.PRUNE_TOP_P, Op.ATTENTION_SCORE), _CHOICES),
+        Op.CONV_DEPTHWISE: ("opencl/depthwise.cl.in",),
         Op.CONV2D: ("opencl/conv2d.cl.in",),
         **dict.fromkeys((Op.ADD, Op.MUL, Op.SUB, Op.DIV), _ELEMENTWISE),
         **dict.fromkeys((Op.SOFTMAX, Op.IMAGE_U8), _ELEMENTWISE),
@@ -87,6 +91,7 @@ class OpenClEmitter(SparseKernelEmitter):
 
 def _ordered(names: Iterable[str]) -> list[str]:
     """Return each template once: what others build on first, then by name."""
-    rank = (*_BASE, registry.GELU_TEMPLATE, *_TILED, *_ROUTED)
+    shared = (registry.GELU_TEMPLATE, registry.PRUNE_TEMPLATE, registry.RECURRENT_TEMPLATE)
+    rank = (*_BASE, *shared, *_TILED, *_ROUTED)
     found = dict.fromkeys(names)
     return [*(name for name in rank if name in found), *sorted(found.keys() - set(rank))]

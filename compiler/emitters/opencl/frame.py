@@ -13,7 +13,7 @@ from compiler.contract.native_errors import (
     UnsupportedPlanError,
 )
 from compiler.contract.operations import Op
-from compiler.contract.plan import Plan, PlanCall, PlanError, PlanWeight
+from compiler.contract.plan import Plan, PlanCall, PlanWeight
 from compiler.contract.plan_format import DTYPE_BYTES, Kind, KvKind, align, weight_parts
 from compiler.contract.tiles import GROUP, PANEL, TILE_BYTES
 from compiler.emitters.opencl.device import Device, Operand
@@ -99,20 +99,22 @@ class DeviceWeights:
 
 
 class Cache:
-    """The key/value cache: rows of the device's memory, and how many are filled."""
+    """The key/value cache: rows of the device's memory, and how many are filled.
+
+    A layer holds keys, then values: rows of f32, or of int8 with an f32 scale per row and head.
+    """
 
     def __init__(self, device: Device, plan: Plan) -> None:
-        """Make room for every layer.
-
-        Raises:
-            PlanError: The cache holds codes, which no kernel here reads.
-        """
+        """Make room for every layer."""
         kv = plan.kv
-        if kv is not None and kv.kind is not KvKind.F32:
-            raise PlanError(f"no OpenCL kernel reads a cache of kind {kv.kind.name}")
+        heads, width = (kv.heads, kv.head_dim) if kv else (0, 0)
         self.capacity = kv.capacity if kv else 0
-        self.layer_bytes = 4 * kv.heads * kv.head_dim * kv.capacity if kv else 0
-        self.memory = device.upload(bytes(2 * self.layer_bytes * (kv.layers if kv else 0)))
+        self.is_coded = kv is not None and kv.kind is KvKind.I8
+        self._half_bytes = (1 if self.is_coded else 4) * heads * width * self.capacity
+        self._scale_bytes = 4 * heads * self.capacity if self.is_coded else 0
+        halves = 2 * kv.layers if kv else 0
+        self._rows = device.upload(bytes(halves * self._half_bytes))
+        self._scales = device.upload(bytes(halves * self._scale_bytes))
         self.length = self._high = 0
         cached = [
             call.params
@@ -122,6 +124,11 @@ class Cache:
         ]
         self.window = max((int(params["window"]) for params in cached), default=0)
         self.sink = max((int(params["sink"]) for params in cached), default=0)
+
+    def half(self, layer: int, which: int) -> tuple[Operand, Operand]:
+        """Return the keys (0) or values (1) of a layer, and their scales, to ignore for f32."""
+        at = 2 * layer + which
+        return self._rows.after(at * self._half_bytes), self._scales.after(at * self._scale_bytes)
 
     def reserve(self, rows: int) -> None:
         """Note that a run writes so many rows.
@@ -215,8 +222,14 @@ class Frame:
         weight = self.plan.weights[number]
         if weight.kind not in (Kind.I8_ROWS, Kind.I16_ROWS):
             return self.none
-        parts = weight_parts(weight.kind, weight.rows, weight.cols)
-        return self.constant(number).after(parts[1][0])
+        return self.part(number, 1)
+
+    def part(self, number: int, at: int) -> Operand:
+        """Return one of the stored arrays of a weight that is no W4."""
+        weight = self.plan.weights[number]
+        return self.constant(number).after(
+            weight_parts(weight.kind, weight.rows, weight.cols)[at][0]
+        )
 
     def bytes_of(self, buffer: int) -> int:
         """Return how many bytes of a buffer this run fills."""

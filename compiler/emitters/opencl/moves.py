@@ -10,7 +10,7 @@ _FLOAT: Final = 4
 _NO_LIMIT: Final = 0x7FFFFFFF
 
 
-def _move(f: Frame, x: View, y: View, **how: int) -> None:
+def move(f: Frame, x: View, y: View, **how: int) -> None:
     """Copy a block of four-byte elements; `how` names what is not 0."""
     rows, width = how.get("rows", y.rows), how.get("width", y.cols)
     places = (x.cols, y.cols, how.get("x_first", 0), how.get("y_first", 0), width)
@@ -47,7 +47,7 @@ def rows_concat(f: Frame, call: PlanCall) -> None:
             rows = f.plan.weights[weight].rows
             part = View(f.constant(weight), rows, y.cols)
         below = View(y.at.after(done * y.cols * _FLOAT), part.rows, y.cols)
-        _move(f, part, below)
+        move(f, part, below)
         done += part.rows
 
 
@@ -55,7 +55,7 @@ def rows_slice(f: Frame, call: PlanCall) -> None:
     """Launch ROWS_SLICE."""
     x, y, start = f.required(call, 0), f.output(call), int(call.params["start"])
     first = x.rows - 1 if start < 0 else start
-    _move(f, View(x.at.after(first * x.cols * _FLOAT), y.rows, x.cols), y)
+    move(f, View(x.at.after(first * x.cols * _FLOAT), y.rows, x.cols), y)
 
 
 def cols_concat(f: Frame, call: PlanCall) -> None:
@@ -63,10 +63,10 @@ def cols_concat(f: Frame, call: PlanCall) -> None:
     y, done = f.output(call), 0
     for at in range(len(call.inputs)):
         part = f.required(call, at)
-        _move(f, part, y, width=part.cols, y_first=done)
+        move(f, part, y, width=part.cols, y_first=done)
         done += part.cols
 
 
 def cols_slice(f: Frame, call: PlanCall) -> None:
     """Launch COLS_SLICE."""
-    _move(f, f.required(call, 0), f.output(call), x_first=int(call.params["start"]))
+    move(f, f.required(call, 0), f.output(call), x_first=int(call.params["start"]))

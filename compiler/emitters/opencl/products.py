@@ -1,4 +1,4 @@
-"""Launches of products: LINEAR, LINEAR_F32, and what EXPERTS shares with them.
+"""Launches of products: LINEAR, LINEAR_F32, LINEAR_W8, and what EXPERTS and RECURRENT share.
 
 A product quantises rows, multiplies the live tiles, and adds each panel's sums in order:
 
@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from compiler.contract.operations import Act
 from compiler.contract.plan import PlanCall
 from compiler.emitters.opencl.device import Local, Operand
 from compiler.emitters.opencl.frame import Frame, Listed, View, groups_of
@@ -95,6 +96,15 @@ def upload_list(f: Frame, sizes: WorkList, pick: NDArray[np.uint32]) -> Listed:
     return Listed(sizes, upload(sizes.work), upload(sizes.runs), upload(pick))
 
 
+def whole_list(f: Frame, weight: int, rows: int) -> Listed:
+    """Return the list of all tiles of a weight, kept per number of rows."""
+    key = (weight, rows)
+    if key not in f.lists:
+        sizes = work_list([(f.tiles(weight), 0, rows)])
+        f.lists[key] = upload_list(f, sizes, np.arange(rows, dtype=np.uint32))
+    return f.lists[key]
+
+
 def normed(f: Frame, call: PlanCall, x: View) -> View:
     """Return `x`, or its norm where the call has one."""
     if not call.params["norm"]:
@@ -126,9 +136,14 @@ def norm_rows(
 
 def finish(f: Frame, call: PlanCall, y: View) -> None:
     """Add bias and residual of a linear call and apply its activation, in place."""
-    bias, residual = f.weight(call, 1), f.input(call, 1)
-    act = int(call.params["act"])
-    if bias is None and residual is None and not act:
+    add_bias(f, y, f.weight(call, 1), Act(int(call.params["act"])), f.input(call, 1))
+
+
+def add_bias(
+    f: Frame, y: View, bias: int | None, act: Act = Act.NONE, residual: View | None = None
+) -> None:
+    """Let y = residual + act(y + bias), in place; nothing is launched if nothing is asked for."""
+    if bias is None and residual is None and act is Act.NONE:
         return
     f.device.launch(
         "run_finish",
@@ -137,21 +152,17 @@ def finish(f: Frame, call: PlanCall, y: View) -> None:
         f.constant(bias),
         residual.at if residual else f.none,
         y.cols,
-        act,
+        int(act),
         bias is not None,
         residual is not None,
     )
 
 
 def linear(f: Frame, call: PlanCall) -> None:
-    """Launch LINEAR; the list of a weight is kept per number of rows."""
+    """Launch LINEAR."""
     x, y = normed(f, call, f.required(call, 0)), f.output(call)
-    weight = call.weights[0]
-    key = (weight, x.rows)
-    if key not in f.lists:
-        sizes = work_list([(f.tiles(weight), 0, x.rows)])
-        f.lists[key] = upload_list(f, sizes, np.arange(x.rows, dtype=np.uint32))
-    product(f, quantise(f, x, "x"), f.lists[key], y.at, y.cols)
+    listed = whole_list(f, call.weights[0], x.rows)
+    product(f, quantise(f, x, "x"), listed, y.at, y.cols)
     finish(f, call, y)
 
 
@@ -160,4 +171,18 @@ def linear_f32(f: Frame, call: PlanCall) -> None:
     x, y = normed(f, call, f.required(call, 0)), f.output(call)
     w = f.constant(call.weights[0])
     f.device.launch("run_dots", (y.cols, y.rows), x.at, w, y.at, y.cols, x.cols)
+    finish(f, call, y)
+
+
+def linear_w8(f: Frame, call: PlanCall) -> None:
+    """Launch LINEAR_W8."""
+    x, y, weight = normed(f, call, f.required(call, 0)), f.output(call), call.weights[0]
+    rows = quantise(f, x, "x")
+    f.device.launch(
+        "run_w8",
+        (y.cols, y.rows),
+        *(f.part(weight, at) for at in range(3)),
+        *(rows.q, rows.minus8, rows.scale, y.at),
+        *(y.cols, groups_of(x.cols)),
+    )
     finish(f, call, y)

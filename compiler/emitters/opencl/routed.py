@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler.contract.native_errors import raise_status
-from compiler.contract.operations import GATED, Act, ExpertAct
+from compiler.contract.operations import GATED, ExpertAct
 from compiler.contract.plan import PlanCall
 from compiler.contract.plan_format import Status
 from compiler.emitters.opencl.device import Operand
 from compiler.emitters.opencl.frame import Frame, View
 from compiler.emitters.opencl.lists import work_list
-from compiler.emitters.opencl.products import norm_rows, product, quantise, upload_list
+from compiler.emitters.opencl.products import add_bias, norm_rows, product, quantise, upload_list
 
 _FLOAT: Final = 4
 _ROUTE_BYTES: Final = 16
@@ -196,5 +196,4 @@ def moe_layer(f: Frame, call: PlanCall) -> None:
     y = outputs[0]
     _experts(f, (h, outputs[1], outputs[2]), y, call.weights[4:], {"act": params["act"]})
     if params["residual"]:
-        size = (-(-x.cols // 8), x.rows)
-        f.device.launch("run_finish", size, y.at, f.none, x.at, x.cols, int(Act.NONE), False, True)
+        add_bias(f, y, None, residual=x)

@@ -15,7 +15,15 @@ from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanCall, PlanProgram, parse_plan
 from compiler.contract.plan_format import DTYPE_BYTES, Direction
 from compiler.contract.session import Buffer
-from compiler.emitters.opencl import attention, elementwise, moves, products, prune, routed
+from compiler.emitters.opencl import (
+    attention,
+    elementwise,
+    moves,
+    products,
+    prune,
+    recurrent,
+    routed,
+)
 from compiler.emitters.opencl.device import Device
 from compiler.emitters.opencl.frame import Frame
 
@@ -30,6 +38,8 @@ LAUNCHERS: Final[Mapping[Op, Launcher]] = MappingProxyType(
     {
         Op.LINEAR: products.linear,
         Op.LINEAR_F32: products.linear_f32,
+        Op.LINEAR_W8: products.linear_w8,
+        **dict.fromkeys((Op.RECURRENT, Op.RECURRENT_F32), recurrent.recurrent),
         Op.ROUTE: routed.route,
         Op.EXPERTS: routed.experts,
         Op.MOE_LAYER: routed.moe_layer,
@@ -44,8 +54,11 @@ LAUNCHERS: Final[Mapping[Op, Launcher]] = MappingProxyType(
         Op.ARGMAX: elementwise.argmax,
         Op.IMAGE_U8: elementwise.image,
         Op.PRUNE: prune.prune,
+        Op.PRUNE_TOP_P: prune.prune_top_p,
         Op.ATTENTION_ROW: prune.attention_row,
+        Op.ATTENTION_SCORE: prune.attention_score,
         Op.CONV2D: elementwise.conv2d,
+        Op.CONV_DEPTHWISE: elementwise.conv_depthwise,
         Op.EMBED: moves.embed,
         Op.GATHER_ROWS: moves.gather_rows,
         Op.ROWS_CONCAT: moves.rows_concat,
