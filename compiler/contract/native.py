@@ -36,6 +36,7 @@ from compiler.contract.plan_format import (
     Direction,
     align,
 )
+from compiler.contract.pooled_weights import PooledWeights, Seat
 from compiler.contract.storage_rules import NEURON_KINDS
 
 
@@ -74,7 +75,7 @@ class NativePlan:
         self,
         kernels: bytes | Path,
         plan_bytes: bytes,
-        sections: Mapping[str, Buffer] | LoadedWeights,
+        sections: Mapping[str, Buffer] | LoadedWeights | PooledWeights,
         *,
         threads: int = 1,
     ) -> None:
@@ -101,6 +102,7 @@ class NativePlan:
         self._is_traced = False
         self._pager: PagerHook | None = None
         self._workers: Workers | None = None
+        self._seat: Seat | None = None
         self._policy: PolicySeat | None = None
         self._library: KernelLibrary | None = KernelLibrary(kernels)
         try:
@@ -114,11 +116,11 @@ class NativePlan:
         self,
         library: KernelLibrary,
         plan_bytes: bytes,
-        sections: Mapping[str, Buffer] | LoadedWeights,
+        sections: Mapping[str, Buffer] | LoadedWeights | PooledWeights,
     ) -> None:
         weights = (
             sections
-            if isinstance(sections, LoadedWeights)
+            if isinstance(sections, (LoadedWeights, PooledWeights))
             else LoadedWeights(self.plan.sections, sections)
         )
         table = weights.table(self.plan.sections)
@@ -143,11 +145,12 @@ class NativePlan:
             plan_bytes=len(plan_bytes),
             section=ctypes.addressof(table),
         )
-        status = library.init(ctypes.addressof(setup))
+        status = weights.init(library, ctypes.addressof(setup))
         if status:
             raise_status(status, "load")
         self.weights, self._memory = weights, memory
         self._context = memory.address
+        self._seat = weights.seat(library, memory.address)
         self._policy = PolicySeat(library, memory.address, memory)
         self._args = SfArgs(struct_bytes=ctypes.sizeof(SfArgs))
         self._args_address = ctypes.addressof(self._args)
@@ -239,13 +242,13 @@ class NativePlan:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the plan's weights in memory."""
-        return len(self.weights.memory.view)
+        """Bytes of the plan's weights in memory, at most."""
+        return self.weights.size
 
     @property
     def huge_weight_bytes(self) -> int | None:
         """How many of them lie on huge pages; None if the system does not say. Reads a file."""
-        return self.weights.memory.huge_bytes()
+        return self.weights.huge_bytes()
 
     @property
     def context_bytes(self) -> int:
@@ -437,6 +440,8 @@ class NativePlan:
         if self._policy is not None:
             self._policy.close()
         if self._workers is None or self._workers.close():
+            if self._seat is not None:
+                self._seat.close()
             library.close()
 
     def __enter__(self) -> Self:

@@ -8,6 +8,8 @@ import ctypes
 from dataclasses import dataclass
 from typing import Final
 
+from compiler.contract.pool_abi import SfPoolCounts, SfPoolExpert, SfPoolSetup
+
 
 class SfSection(ctypes.Structure):
     """One weight section in memory, 64-byte aligned."""
@@ -124,6 +126,8 @@ _POINTERS: Final = {
     "variants": "const uint8_t *",
     "meters": "sf_meter *",
     "events": "sf_event *",
+    "expert": "const sf_pool_expert *",
+    "key": "const uint8_t *",
 }
 
 
@@ -145,4 +149,7 @@ C_STRUCTS: Final = (
     _struct("sf_policy", SfPolicy),
     _struct("sf_event", SfEvent),
     _struct("sf_trace", SfTrace),
+    _struct("sf_pool_expert", SfPoolExpert),
+    _struct("sf_pool_setup", SfPoolSetup),
+    _struct("sf_pool_counts", SfPoolCounts),
 )

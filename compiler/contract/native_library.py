@@ -98,9 +98,15 @@ class KernelLibrary:
         self.policy_lookup = self._bind_newer("sf_policy_lookup", pointer, u32, u32, u32)
 
     def _bind_newer(self, name: str, *arguments: type) -> "ctypes._FuncPointer | None":
+        return self.bind(name, ctypes.c_int32, arguments)
+
+    def bind(
+        self, name: str, result: type, arguments: tuple[type, ...]
+    ) -> "ctypes._FuncPointer | None":
+        """Return a call of the library; None if the kernels were built before there was one."""
         function = getattr(self._lib, name, None)
-        if function is not None:  # kernels built before it have none
-            function.restype, function.argtypes = ctypes.c_int32, arguments
+        if function is not None:
+            function.restype, function.argtypes = result, arguments
         return function
 
     abi_version: "ctypes._FuncPointer"

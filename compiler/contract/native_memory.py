@@ -47,11 +47,16 @@ class Memory:
 
         The kernel gives them when it can: without them reading weights takes twice as long.
         """
-        try:
-            lines = _SMAPS.read_text(encoding="ascii", errors="replace").splitlines()
-        except OSError:
-            return None
-        return huge_bytes_between(lines, self.address, self.address + len(self.view))
+        return huge_bytes_of(self.address, self.address + len(self.view))
+
+
+def huge_bytes_of(start: int, end: int) -> int | None:
+    """Return how many bytes of [start, end) lie on huge pages; None if the system does not say."""
+    try:
+        lines = _SMAPS.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    return huge_bytes_between(lines, start, end)
 
 
 def huge_bytes_between(lines: list[str], start: int, end: int) -> int | None:

@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 from compiler.contract.native_abi import SfSection
 from compiler.contract.native_errors import NativeError
+from compiler.contract.native_library import KernelLibrary
 from compiler.contract.native_memory import Memory
 from compiler.contract.plan_format import align
 
@@ -47,9 +48,9 @@ class LoadedWeights:
             if entry.name not in sections:
                 raise NativeError(f"section {entry.name!r} is missing")
             data = memoryview(sections[entry.name]).cast("B")
-            self._require_length(entry, len(data))
+            require_length(entry, len(data))
             self.memory.view[at : at + entry.length] = data
-            self._places[entry.name] = at, entry.length
+            self._places[entry.name] = self.memory.address + at, entry.length
             at += align(entry.length)
 
     def table(self, entries: tuple[SectionEntry, ...]) -> "ctypes.Array[SfSection]":
@@ -58,14 +59,7 @@ class LoadedWeights:
         Raises:
             NativeError: One is not here, or has another length.
         """
-        table = (SfSection * max(1, len(entries)))()
-        for row, entry in zip(table, entries, strict=False):
-            if entry.name not in self._places:
-                raise NativeError(f"section {entry.name!r} is missing")
-            at, length = self._places[entry.name]
-            self._require_length(entry, length)
-            row.data, row.bytes = self.memory.address + at, length
-        return table
+        return fill_table(entries, self._places)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,9 +69,49 @@ class LoadedWeights:
     def section(self, name: str) -> memoryview:
         """Return the bytes of a section as they are in memory now; writing them repairs it."""
         at, length = self._places[name]
-        return self.memory.view[at : at + length]
+        first = at - self.memory.address
+        return self.memory.view[first : first + length]
 
-    @staticmethod
-    def _require_length(entry: SectionEntry, found: int) -> None:
-        if found != entry.length:
-            raise NativeError(f"section {entry.name!r} has {found} bytes, not {entry.length}")
+    @property
+    def size(self) -> int:
+        """Bytes of weights in memory."""
+        return len(self.memory.view)
+
+    def huge_bytes(self) -> int | None:
+        """Return how many of them lie on huge pages; None if the system does not say."""
+        return self.memory.huge_bytes()
+
+    def init(self, library: KernelLibrary, setup: int) -> int:
+        """Build a context over the sections; return its status."""
+        return int(library.init(setup))
+
+    def seat(self, library: KernelLibrary, context: int) -> None:
+        """Do nothing: everything is there."""
+
+
+def fill_table(
+    entries: tuple[SectionEntry, ...], places: Mapping[str, tuple[int, int]]
+) -> "ctypes.Array[SfSection]":
+    """Return the table of sections that a plan names, from their addresses and lengths.
+
+    Raises:
+        NativeError: One is not there, or has another length.
+    """
+    table = (SfSection * max(1, len(entries)))()
+    for row, entry in zip(table, entries, strict=False):
+        if entry.name not in places:
+            raise NativeError(f"section {entry.name!r} is missing")
+        address, length = places[entry.name]
+        require_length(entry, length)
+        row.data, row.bytes = address, length
+    return table
+
+
+def require_length(entry: SectionEntry, found: int) -> None:
+    """Refuse a section of another length than the plan says.
+
+    Raises:
+        NativeError: It has.
+    """
+    if found != entry.length:
+        raise NativeError(f"section {entry.name!r} has {found} bytes, not {entry.length}")

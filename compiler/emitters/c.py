@@ -16,6 +16,7 @@ from compiler.contract.native_abi import C_STRUCTS
 from compiler.contract.operations import MAX_DIM, Op
 from compiler.contract.plan_format import ABI_VERSION, RECORDS
 from compiler.contract.policy_calls import OP_KINDS
+from compiler.contract.pool_abi import TAG_BLOCK, TAG_KEY_BYTES, TAG_WORDS
 from compiler.emitters.interface import Part, SparseKernelEmitter
 from compiler.emitters.templates import SHARED, render
 from compiler.emitters.toolchain import PROGRAM_FLAGS, compile_c, compile_shared
@@ -26,6 +27,7 @@ from compiler.kernels.select import PORTABLE, TileSpec, select_tile, w8_part
 _C_TYPES: Final = {"s": "char", "H": "uint16_t", "I": "uint32_t", "Q": "uint64_t"}
 _HEADERS: Final = {"x86_64": "immintrin.h", "aarch64": "arm_neon.h"}
 _RUNTIME: Final = ("prelude", "vector", "math", "rows", "system", "policy", "trace", "pool")
+_POOL: Final = ("tag", "runs", "residency", "expert_pool")
 _POLICY: Final = {
     "bounds": {
         "size": policy.SIZE_BYTES,
@@ -44,6 +46,7 @@ _SHARED_PARTS: Final = (
     (registry.PRUNE_USERS, registry.PRUNE_TEMPLATE),
     (registry.RECURRENT_USERS, registry.RECURRENT_TEMPLATE),
 )
+_TAG: Final = {"block": TAG_BLOCK, "words": TAG_WORDS, "key_bytes": TAG_KEY_BYTES}
 _TABLES: Final = ("sections", "weights", "buffers", "programs", "ports", "calls", "operands")
 
 
@@ -135,6 +138,7 @@ class CEmitter(SparseKernelEmitter):
             "structs": C_STRUCTS,
             "table": rows,
             "tables": _TABLES,
+            "tag": _TAG,
         }
 
 
@@ -190,4 +194,5 @@ def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
     for users, template in _SHARED_PARTS:
         found += [template] if users.intersection(ops) else []
     found += dict.fromkeys(spec.template for spec in specs)
-    return [*found, "runtime/stored_load.c.in", "runtime/vm.c.in"]
+    pool = [f"runtime/{name}.c.in" for name in _POOL]
+    return [*found, *pool, "runtime/stored_load.c.in", "runtime/vm.c.in"]

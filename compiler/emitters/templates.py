@@ -21,6 +21,7 @@ from compiler.contract.operations import (
     UnaryKind,
 )
 from compiler.contract.plan_format import Kind, KvKind, Status
+from compiler.contract.pool_abi import Eviction, ExpertState, PoolKnob
 from compiler.contract.reference import MapKind, PoolKind, ReduceKind, ScatterKind
 from compiler.kernels import constants, registry
 
@@ -37,6 +38,9 @@ _ENUMS: Final[tuple[type[IntEnum], ...]] = (
     RouteOrder,
     ExpertAct,
     ExpertEvent,
+    ExpertState,
+    PoolKnob,
+    Eviction,
     MapKind,
     ReduceKind,
     PoolKind,

@@ -1,0 +1,251 @@
+"""A pool of experts as Python holds it: opened, filled and verified, read ahead by a lent thread.
+
+    library + PoolPlan + files -> ExpertPool -(bring, SHA-256 in the slot, trust)-> ready
+    contexts are seated in it (`pooled_weights`); one `ReadAhead` reads what is likely
+
+All decisions while a plan runs are native (residency.c.in); this module opens, asks and counts. How
+to drive one by hand, for a measurement: `plan_pool` a plan, open a `PooledWeights`, give it to
+`NativePlan` in place of sections, turn `pool.set(PoolKnob...)`, run, read `pool.counts()`.
+Standard library only.
+"""
+
+import ctypes
+import hashlib
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from compiler.contract.native_errors import NativeError, UnsupportedPlanError
+from compiler.contract.native_library import KernelLibrary
+from compiler.contract.native_memory import huge_bytes_of
+from compiler.contract.pool_abi import (
+    COUNTERS,
+    TAG_KEY_BYTES,
+    ExpertState,
+    PoolKnob,
+    SfPoolCounts,
+    SfPoolExpert,
+    SfPoolSetup,
+)
+
+_U32, _U64, _P = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
+_CALLS: Final[Mapping[str, tuple[type, tuple[type, ...]]]] = {
+    "open": (ctypes.c_int32, (_P, _P)),
+    "close": (ctypes.c_int32, (_P,)),
+    "extent": (_P, (_P,)),
+    "slot": (_P, (_P, _U32)),
+    "bring": (ctypes.c_int32, (_P, _U32)),
+    "trust": (ctypes.c_int32, (_P, _U32, _U32)),
+    "io": (ctypes.c_int32, (_P,)),
+    "stop": (ctypes.c_int32, (_P, _U32)),
+    "set": (ctypes.c_int32, (_P, _U32, _U32)),
+    "want": (ctypes.c_int32, (_P, _U32)),
+    "read_counts": (ctypes.c_int32, (_P, _P)),
+    "look": (ctypes.c_int32, (_P, _P, _P)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFile:
+    """Where an expert is read from.
+
+    Attributes:
+        fd: An open file that holds the section and nothing else; closed after the pool.
+        length: Bytes of the section.
+        sha256: Digest that was signed; empty if the caller verified the file by itself.
+        layer: Number of its layer, from 0; layers ascend.
+        group: Number of its group.
+        heat: How likely it is used, of `HEAT_ONE`.
+    """
+
+    fd: int
+    length: int
+    sha256: str
+    layer: int
+    group: int = 0
+    heat: int = 0
+
+
+class ExpertPool:
+    """One native pool. Its calls take a lock for microseconds and may come from any thread."""
+
+    def __init__(
+        self,
+        library: KernelLibrary,
+        files: Sequence[ExpertFile],
+        *,
+        run_bytes: int,
+        runs: int,
+        persistent_bytes: int = 0,
+    ) -> None:
+        """Reserve address space; everything is absent.
+
+        Raises:
+            UnsupportedPlanError: The kernels were built before there were pools, or for a system
+                without the calls that they need.
+            NativeError: The numbers make no pool, or there is no address space.
+        """
+        bound = {name: library.bind(f"sf_pool_{name}", *call) for name, call in _CALLS.items()}
+        self._calls = {name: call for name, call in bound.items() if call is not None}
+        if len(self._calls) < len(_CALLS):
+            raise UnsupportedPlanError("these kernels have no expert pools: build them again")
+        self.files: Final = tuple(files)
+        self._library = library
+        rows = (SfPoolExpert * max(1, len(files)))(
+            *(SfPoolExpert(f.length, f.fd, f.layer, f.group, f.heat) for f in files)
+        )
+        key = ctypes.create_string_buffer(os.urandom(TAG_KEY_BYTES), TAG_KEY_BYTES)
+        setup = SfPoolSetup(
+            struct_bytes=ctypes.sizeof(SfPoolSetup),
+            experts=len(files),
+            run_bytes=run_bytes,
+            runs=runs,
+            persistent_bytes=persistent_bytes,
+            expert=ctypes.addressof(rows),
+            key=ctypes.addressof(key),
+        )
+        found = ctypes.c_void_p()
+        status = self._calls["open"](ctypes.addressof(setup), ctypes.addressof(found))
+        if status or not found.value:
+            raise NativeError(f"cannot open a pool of {len(files)} experts: status {status}")
+        self.address: Final = int(found.value)
+        self.run_bytes: Final = run_bytes
+        self.persistent_bytes: Final = persistent_bytes
+        self._close = weakref.finalize(self, _close, self._calls["close"], self.address, library)
+        self._close.atexit = False
+
+    def fill(self, order: Sequence[int] | None = None) -> None:
+        """Read every expert once, verify it in its slot, and keep the last ones that fit.
+
+        Args:
+            order: All experts, by number, the most wanted last; None = as they are.
+
+        Raises:
+            NativeError: A file cannot be read or holds other bytes than were signed for.
+        """
+        for number in range(len(self.files)) if order is None else order:
+            if self._calls["bring"](self.address, number):
+                raise NativeError(f"expert {number} of the pool cannot be read")
+            wanted = self.files[number].sha256
+            is_good = not wanted or hashlib.sha256(self.view(number)).hexdigest() == wanted
+            self._calls["trust"](self.address, number, is_good)
+            if not is_good:
+                raise NativeError(f"expert {number} of the pool is not what was signed for")
+
+    def slot(self, number: int) -> int:
+        """Return the address of an expert, which never changes.
+
+        Raises:
+            NativeError: There is no such expert.
+        """
+        found = self._calls["slot"](self.address, number)
+        if not found:
+            raise NativeError(f"there is no expert {number}")
+        return int(found)
+
+    def view(self, number: int) -> memoryview:
+        """Return the bytes of an expert that is in memory; reading one that is not is a crash."""
+        data = (ctypes.c_char * self.files[number].length).from_address(self.slot(number))
+        return memoryview(data).cast("B")
+
+    @property
+    def extent(self) -> int:
+        """Address of the persistent extent."""
+        return int(self._calls["extent"](self.address))
+
+    def set(self, knob: PoolKnob, value: int) -> None:
+        """Turn a knob.
+
+        Raises:
+            NativeError: The value is out of range.
+        """
+        if not 0 <= value < 1 << 32 or self._calls["set"](self.address, knob, value):
+            raise NativeError(f"{knob.name} cannot be {value}")
+
+    def want(self, number: int) -> None:
+        """Ask for an expert ahead; nothing happens while no thread reads ahead.
+
+        Raises:
+            NativeError: There is no such expert.
+        """
+        if self._calls["want"](self.address, number):
+            raise NativeError(f"there is no expert {number}")
+
+    def counts(self) -> dict[str, int]:
+        """Return what was counted and what the pool holds.
+
+        steps: runs of programs. hits, late, misses: uses of an expert by a batch, by what it was
+        then: in memory; asked for or being read; neither. hidden: hits on an expert that was read
+        ahead and not used since. timeouts: reads of the lent thread that a run took over. ahead,
+        unused: reads ahead, and those evicted unused. refused, dropped: asked for ahead in vain,
+        for want of room, and too late. overshot: loads beyond the budget, while two contexts run.
+        failed, corrupt: loads that were cut short, that read other bytes than were verified.
+        stall_ns: time that runs waited. moved, fresh, returned: runs that changed their place, that
+        the system gave, that went back. asked, given: bytes of experts in memory, and of the
+        runs that hold them. free: bytes of runs that any expert could have at once. predicted,
+        foreseen: experts that the predictor named and those that were then chosen, of `chosen`.
+        """
+        counts = SfPoolCounts(struct_bytes=ctypes.sizeof(SfPoolCounts))
+        self._calls["read_counts"](self.address, ctypes.addressof(counts))
+        return {name: int(getattr(counts, name)) for name in COUNTERS}
+
+    def states(self) -> list[ExpertState]:
+        """Return where each expert is."""
+        states = (ctypes.c_uint8 * len(self.files))()
+        self._calls["look"](self.address, ctypes.addressof(states), None)
+        return [ExpertState(state) for state in states]
+
+    def heats(self) -> list[int]:
+        """Return how often each expert was used lately, of `HEAT_ONE`."""
+        heats = (ctypes.c_uint32 * len(self.files))()
+        self._calls["look"](self.address, None, ctypes.addressof(heats))
+        return list(heats)
+
+    def huge_bytes(self) -> int | None:
+        """Return how many bytes lie on huge pages; None if the system does not say."""
+        last = len(self.files) - 1
+        return huge_bytes_of(self.extent, self.slot(last) + self.files[last].length)
+
+    def serve(self) -> None:
+        """Lend the calling thread for reading ahead, until `dismiss`; one at most."""
+        self._calls["io"](self.address)
+
+    def dismiss(self, *, ends: bool = True) -> None:
+        """Send the lent thread home after the load that it is at, or let one in again."""
+        self._calls["stop"](self.address, ends)
+
+    def close(self) -> None:
+        """Give the memory back; no context may be seated and no thread lent."""
+        self._close()
+
+
+class ReadAhead:
+    """The thread that reads experts ahead. It holds the pool until it is sent home."""
+
+    def __init__(self, pool: ExpertPool) -> None:
+        """Start it; without one every expert is read by the run that needs it."""
+        self._end: weakref.finalize[..., object] | None = None
+        pool.dismiss(ends=False)
+        thread = threading.Thread(target=pool.serve, name="sparsefleet-experts", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system gives no thread; slower, not wrong
+            return
+        self._end = weakref.finalize(self, _end, pool, thread)
+
+    def close(self) -> None:
+        """Send the thread home and wait for it."""
+        if self._end is not None:
+            self._end()
+
+
+def _end(pool: ExpertPool, thread: threading.Thread) -> None:
+    pool.dismiss()
+    thread.join()
+
+
+def _close(close: "ctypes._FuncPointer", address: int, _keeps: KernelLibrary) -> None:
+    close(address)

@@ -1,0 +1,120 @@
+"""The C structs and numbers of expert pools; `native_abi` renders them, `expert_pool` uses them."""
+
+import ctypes
+from enum import IntEnum
+from typing import Final
+
+TAG_BLOCK: Final = 1024
+"""Bytes of a block of the keyed tag; see tag.c.in."""
+TAG_WORDS: Final = TAG_BLOCK // 4 + 8
+TAG_KEY_BYTES: Final = 4 * TAG_WORDS + 16
+"""Bytes of the key, drawn by the host for each pool."""
+LEAST_RUN_BYTES: Final = 4096
+MOST_RUN_BYTES: Final = 1 << 29
+COUNTERS: Final = (
+    "steps",
+    "hits",
+    "hidden",
+    "late",
+    "misses",
+    "timeouts",
+    "ahead",
+    "unused",
+    "refused",
+    "dropped",
+    "evictions",
+    "overshot",
+    "failed",
+    "corrupt",
+    "loaded_bytes",
+    "stall_ns",
+    "moved",
+    "fresh",
+    "returned",
+    "asked_bytes",
+    "given_bytes",
+    "free_bytes",
+    "committed_bytes",
+    "predicted",
+    "foreseen",
+    "chosen",
+)
+"""Of `SfPoolCounts`; `ExpertPool.counts` says what each one is."""
+HEAT_ONE: Final = 1 << 16
+"""Heat of an expert that every step uses."""
+
+
+class ExpertState(IntEnum):
+    """Where an expert of a pool is."""
+
+    ABSENT = 0
+    QUEUED = 1
+    """Asked for; no memory is taken yet."""
+    LOADING = 2
+    PRESENT = 3
+    FAILED = 4
+    """The last load was cut short or read other bytes than those that were verified."""
+
+
+class PoolKnob(IntEnum):
+    """What a host may turn while a pool is used."""
+
+    PRESSURE = 0
+    """Memory pressure of the machine, per mille: above 700 only what a row chose is loaded, above
+    900 free memory is given back."""
+    RUNS = 1
+    """The most runs of memory."""
+    PREFETCH = 2
+    """0 = nothing is loaded that no row chose."""
+    STRICT = 3
+    """1 = above a pressure of 700 not even that: the run ends with EXPERT_ABSENT."""
+    DELAY_US = 4
+    """Fault injection: the I/O thread sleeps so long before each load, microseconds."""
+    EVICTION = 5
+    """`Eviction`."""
+    GROUPS = 6
+    """0 = groups of experts are ignored."""
+
+
+class Eviction(IntEnum):
+    """Who goes first."""
+
+    LEAST_STALE = 0
+    LRU = 1
+    """For comparison."""
+
+
+class SfPoolExpert(ctypes.Structure):
+    """One expert of a pool: a whole section in a file of its own."""
+
+    _fields_ = (
+        ("bytes", ctypes.c_uint64),
+        ("file", ctypes.c_uint32),
+        ("layer", ctypes.c_uint32),
+        ("group", ctypes.c_uint32),
+        ("heat", ctypes.c_uint32),
+    )
+
+
+class SfPoolSetup(ctypes.Structure):
+    """What `sf_pool_open` takes."""
+
+    _fields_ = (
+        ("struct_bytes", ctypes.c_uint32),
+        ("experts", ctypes.c_uint32),
+        ("run_bytes", ctypes.c_uint64),
+        ("runs", ctypes.c_uint64),
+        ("persistent_bytes", ctypes.c_uint64),
+        ("expert", ctypes.c_void_p),
+        ("key", ctypes.c_void_p),
+    )
+
+
+class SfPoolCounts(ctypes.Structure):
+    """What a pool counted since it was opened, and what it holds now."""
+
+    _fields_ = (
+        ("struct_bytes", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in COUNTERS),
+    )

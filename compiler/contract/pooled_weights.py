@@ -1,0 +1,145 @@
+"""Weights of which only a part is in memory: persistent sections and a pool of experts.
+
+    PoolPlan + persistent sections + files -> PooledWeights -> NativePlan, in place of LoadedWeights
+
+Two plans over the same sections share one, as they share loaded ones: each is seated by itself, and
+the budget holds for both together.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from compiler.contract.expert_pool import ExpertFile, ExpertPool, ReadAhead
+from compiler.contract.native_abi import SfSection
+from compiler.contract.native_errors import NativeError, UnsupportedPlanError
+from compiler.contract.native_library import KernelLibrary
+from compiler.contract.native_memory import Memory
+from compiler.contract.native_weights import Buffer, SectionEntry, fill_table
+from compiler.contract.plan_format import align
+from compiler.contract.pool_plan import PoolPlan
+
+_P, _U64, _I32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32
+
+
+class PooledWeights:
+    """Sections of a plan in a pool; the experts are verified when this returns."""
+
+    def __init__(
+        self,
+        library: KernelLibrary,
+        layout: PoolPlan,
+        persistent: Mapping[str, Buffer],
+        files: Sequence[ExpertFile],
+        *,
+        order: Sequence[int] | None = None,
+        reads_ahead: bool = True,
+    ) -> None:
+        """Open the pool, copy what stays, read and verify every expert once.
+
+        Args:
+            library: Kernels of any plan over these sections; held as long as the pool.
+            layout: Of the plan.
+            persistent: At least the sections that stay, verified.
+            files: One per expert of the layout, in its order; open as long as this.
+            order: Experts by number, the most wanted last: the last ones that fit stay in memory.
+            reads_ahead: Start a thread that reads experts ahead.
+
+        Raises:
+            UnsupportedPlanError: The kernels have no pools.
+            NativeError: A section is missing, has another length or other bytes, or there is no
+                address space.
+        """
+        self.layout: Final = layout
+        self.pool: Final = ExpertPool(
+            library,
+            files,
+            run_bytes=layout.run_bytes,
+            runs=layout.runs,
+            persistent_bytes=layout.persistent_bytes,
+        )
+        self._places = {
+            expert.name: (self.pool.slot(number), expert.length)
+            for number, expert in enumerate(layout.experts)
+        }
+        at = self.pool.extent
+        for name in layout.persistent:
+            if name not in persistent:
+                raise NativeError(f"section {name!r} is missing")
+            data = memoryview(persistent[name]).cast("B")
+            room = (ctypes.c_char * len(data)).from_address(at)
+            memoryview(room).cast("B")[:] = data
+            self._places[name] = at, len(data)
+            at += align(len(data))
+        self.pool.fill(order)
+        self._reader = ReadAhead(self.pool) if reads_ahead else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Sections that are in memory for good, in order; experts come and go, checked each time."""
+        return self.layout.persistent
+
+    def section(self, name: str) -> memoryview:
+        """Return the bytes of a persistent section as they are in memory now."""
+        at, length = self._places[name]
+        return memoryview((ctypes.c_char * length).from_address(at)).cast("B")
+
+    @property
+    def size(self) -> int:
+        """The most bytes of weights in memory."""
+        return self.layout.most_bytes
+
+    def huge_bytes(self) -> int | None:
+        """Return how many of them lie on huge pages; None if the system does not say."""
+        return self.pool.huge_bytes()
+
+    def table(self, entries: tuple[SectionEntry, ...]) -> "ctypes.Array[SfSection]":
+        """Return what `sf_init_pooled` reads; see `LoadedWeights.table`."""
+        return fill_table(entries, self._places)
+
+    def init(self, library: KernelLibrary, setup: int) -> int:
+        """Build a context over the slots; return its status.
+
+        Raises:
+            UnsupportedPlanError: These kernels have no pools, or another kind of them.
+        """
+        init = library.bind("sf_init_pooled", _I32, (_P, _P))
+        if init is None:
+            raise UnsupportedPlanError("these kernels have no expert pools: build them again")
+        return int(init(setup, self.pool.address))
+
+    def seat(self, library: KernelLibrary, context: int) -> "Seat":
+        """Seat a context: its runs load what they need.
+
+        Raises:
+            NativeError: There is no seat left.
+        """
+        return Seat(library, self, context)
+
+
+class Seat:
+    """A context in a pool; ends before either does."""
+
+    def __init__(self, library: KernelLibrary, weights: PooledWeights, context: int) -> None:
+        """Take a seat.
+
+        Raises:
+            NativeError: There is none left.
+        """
+        size = library.bind("sf_pool_seat_bytes", _U64, (_P, _P))
+        attach = library.bind("sf_pool_attach", _I32, (_P, _P, _P, _U64))
+        self._detach = library.bind("sf_pool_detach", _I32, (_P,))
+        if size is None or attach is None or self._detach is None:
+            raise UnsupportedPlanError("these kernels have no expert pools: build them again")
+        self.weights = weights
+        self._context = context
+        need = int(size(weights.pool.address, context))
+        self._memory = Memory(need)
+        if attach(weights.pool.address, context, self._memory.address, need):
+            raise NativeError("the pool has no seat left")
+
+    def close(self) -> None:
+        """Leave; the context cannot run any more."""
+        if self._detach is not None:
+            self._detach(self._context)
+            self._detach = None
