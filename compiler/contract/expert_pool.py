@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from compiler.contract.native_errors import NativeError, UnsupportedPlanError
 from compiler.contract.native_library import KernelLibrary
@@ -43,9 +43,26 @@ _CALLS: Final[Mapping[str, tuple[type, tuple[type, ...]]]] = {
     "stop": (ctypes.c_int32, (_P, _U32)),
     "set": (ctypes.c_int32, (_P, _U32, _U32)),
     "want": (ctypes.c_int32, (_P, _U32)),
+    "pass": (ctypes.c_int32, (_P,)),
+    "chose": (ctypes.c_int32, (_P, _P, _U32)),
+    "touch": (ctypes.c_int32, (_P, _U32)),
+    "settle": (ctypes.c_int32, (_P,)),
+    "dump": (ctypes.c_int32, (_P, _P, _U64, _P)),
+    "restore": (ctypes.c_int32, (_P, _P, _U64)),
     "read_counts": (ctypes.c_int32, (_P, _P)),
     "look": (ctypes.c_int32, (_P, _P, _P)),
 }
+
+
+class ExpertDamagedError(NativeError):
+    """A file holds other bytes than were signed for; `number` says which expert's."""
+
+    code: ClassVar[str] = "contract.native.expert_damaged"
+
+    def __init__(self, number: int) -> None:
+        """Blame an expert by its number."""
+        super().__init__(f"expert {number} of the pool is not what was signed for")
+        self.number: Final = number
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,23 +134,21 @@ class ExpertPool:
         self._close = weakref.finalize(self, _close, self._calls["close"], self.address, library)
         self._close.atexit = False
 
-    def fill(self, order: Sequence[int] | None = None) -> None:
-        """Read every expert once, verify it in its slot, and keep the last ones that fit.
-
-        Args:
-            order: All experts, by number, the most wanted last; None = as they are.
+    def fill(self) -> None:
+        """Read every expert once, verify it in its slot, and keep those worth most that fit.
 
         Raises:
-            NativeError: A file cannot be read or holds other bytes than were signed for.
+            ExpertDamagedError: A file holds other bytes than were signed for.
+            NativeError: One cannot be read.
         """
-        for number in range(len(self.files)) if order is None else order:
+        for number in range(len(self.files)):
             if self._calls["bring"](self.address, number):
                 raise NativeError(f"expert {number} of the pool cannot be read")
             wanted = self.files[number].sha256
             is_good = not wanted or hashlib.sha256(self.view(number)).hexdigest() == wanted
             self._calls["trust"](self.address, number, is_good)
             if not is_good:
-                raise NativeError(f"expert {number} of the pool is not what was signed for")
+                raise ExpertDamagedError(number)
 
     def slot(self, number: int) -> int:
         """Return the address of an expert, which never changes.
@@ -173,6 +188,51 @@ class ExpertPool:
         """
         if self._calls["want"](self.address, number):
             raise NativeError(f"there is no expert {number}")
+
+    def begin_pass(self) -> None:
+        """Begin a pass over the layers, as a run of a program does; for replaying a trace."""
+        self._calls["pass"](self.address)
+
+    def choose(self, experts: Sequence[int]) -> None:
+        """Say which experts the rows of a layer chose, as a run does before it computes the layer.
+
+        Raises:
+            NativeError: There is no such expert.
+        """
+        numbers = (ctypes.c_uint32 * max(1, len(experts)))(*experts)
+        if self._calls["chose"](self.address, ctypes.addressof(numbers), len(experts)):
+            raise NativeError("there is no such expert")
+
+    def touch(self, number: int) -> bool:
+        """Use an expert: return whether it is in memory now, where it stays until `settle`."""
+        return not self._calls["touch"](self.address, number)
+
+    def settle(self) -> None:
+        """End a batch: what was touched may go."""
+        self._calls["settle"](self.address)
+
+    def dump(self) -> bytes:
+        """Return which runs lie where and what is known of each expert, canonical bytes.
+
+        Raises:
+            NativeError: A load goes on, or an expert is in use; ask again.
+        """
+        size = ctypes.c_uint64()
+        self._calls["dump"](self.address, None, 0, ctypes.addressof(size))
+        data = ctypes.create_string_buffer(max(1, size.value))
+        if self._calls["dump"](self.address, ctypes.addressof(data), size, ctypes.addressof(size)):
+            raise NativeError("the pool is busy")
+        return data.raw
+
+    def restore(self, data: bytes) -> None:
+        """Bring a pool of the same files into a dumped state; what it holds goes.
+
+        Raises:
+            NativeError: The bytes are no dump of such a pool, or an expert cannot be read.
+        """
+        words = ctypes.create_string_buffer(data, len(data))
+        if self._calls["restore"](self.address, ctypes.addressof(words), len(data)):
+            raise NativeError("this is no state of such a pool")
 
     def counts(self) -> dict[str, int]:
         """Return what was counted and what the pool holds.

@@ -250,6 +250,17 @@ class NativePlan:
         """How many of them lie on huge pages; None if the system does not say. Reads a file."""
         return self.weights.huge_bytes()
 
+    def is_resident(self, weight: int) -> bool:
+        """Return whether a weight, by its number in the plan, lies in memory now.
+
+        Raises:
+            NativeError: There is no such weight, or the plan is closed.
+        """
+        library = self._library
+        if library is None or not 0 <= weight < len(self.plan.weights):
+            raise NativeError(f"there is no weight {weight}, or the plan is closed")
+        return self._seat is None or self._seat.is_resident(weight)
+
     @property
     def context_bytes(self) -> int:
         """Bytes of context and arena together: what the plan needs besides its weights."""

@@ -32,7 +32,6 @@ class PooledWeights:
         persistent: Mapping[str, Buffer],
         files: Sequence[ExpertFile],
         *,
-        order: Sequence[int] | None = None,
         reads_ahead: bool = True,
     ) -> None:
         """Open the pool, copy what stays, read and verify every expert once.
@@ -42,7 +41,6 @@ class PooledWeights:
             layout: Of the plan.
             persistent: At least the sections that stay, verified.
             files: One per expert of the layout, in its order; open as long as this.
-            order: Experts by number, the most wanted last: the last ones that fit stay in memory.
             reads_ahead: Start a thread that reads experts ahead.
 
         Raises:
@@ -71,7 +69,7 @@ class PooledWeights:
             memoryview(room).cast("B")[:] = data
             self._places[name] = at, len(data)
             at += align(len(data))
-        self.pool.fill(order)
+        self.pool.fill()
         self._reader = ReadAhead(self.pool) if reads_ahead else None
 
     @property
@@ -128,6 +126,7 @@ class Seat:
         """
         size = library.bind("sf_pool_seat_bytes", _U64, (_P, _P))
         attach = library.bind("sf_pool_attach", _I32, (_P, _P, _P, _U64))
+        self._resident = library.bind("sf_pool_resident", _I32, (_P, ctypes.c_uint32))
         self._detach = library.bind("sf_pool_detach", _I32, (_P,))
         if size is None or attach is None or self._detach is None:
             raise UnsupportedPlanError("these kernels have no expert pools: build them again")
@@ -137,6 +136,10 @@ class Seat:
         self._memory = Memory(need)
         if attach(weights.pool.address, context, self._memory.address, need):
             raise NativeError("the pool has no seat left")
+
+    def is_resident(self, weight: int) -> bool:
+        """Return whether a weight of the context's plan lies in memory now."""
+        return self._resident is None or self._resident(self._context, weight) == 1
 
     def close(self) -> None:
         """Leave; the context cannot run any more."""

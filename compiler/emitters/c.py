@@ -27,7 +27,7 @@ from compiler.kernels.select import PORTABLE, TileSpec, select_tile, w8_part
 _C_TYPES: Final = {"s": "char", "H": "uint16_t", "I": "uint32_t", "Q": "uint64_t"}
 _HEADERS: Final = {"x86_64": "immintrin.h", "aarch64": "arm_neon.h"}
 _RUNTIME: Final = ("prelude", "vector", "math", "rows", "system", "policy", "trace", "pool")
-_POOL: Final = ("tag", "runs", "residency", "expert_pool")
+_POOL: Final = ("tag", "runs", "residency", "expert_pool", "pool_state")
 _POLICY: Final = {
     "bounds": {
         "size": policy.SIZE_BYTES,

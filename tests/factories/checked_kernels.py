@@ -237,8 +237,24 @@ def compared(mode: str, *arguments: object) -> int:
         AssertionError: The child failed or crashed; the message ends with what it wrote.
     """
     sanitised = mode in ("sanitised", "planted")
+    return compared_in("tests.factories.checked_kernels", mode, *arguments, sanitised=sanitised)
+
+
+def compared_in(module: str, *arguments: object, sanitised: bool | None = None) -> int:
+    """Run a module in a child; return the number that it prints last.
+
+    Args:
+        module: What to run.
+        arguments: Of its command line.
+        sanitised: Whether the child loads sanitised kernels; None = if an argument says so.
+
+    Raises:
+        AssertionError: The child failed or crashed; the message ends with what it wrote.
+    """
+    if sanitised is None:
+        sanitised = "sanitised" in arguments
     done = subprocess.run(
-        [sys.executable, "-m", "tests.factories.checked_kernels", mode, *map(str, arguments)],
+        [sys.executable, "-m", module, *map(str, arguments)],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": PATH, **(sanitisers() if sanitised else {})},
         capture_output=True,
