@@ -150,7 +150,7 @@ class NativePlan:
             raise_status(status, "load")
         self.weights, self._memory = weights, memory
         self._context = memory.address
-        self._seat = weights.seat(library, memory.address)
+        self._seat = weights.seat(library, memory.address, memory)
         self._policy = PolicySeat(library, memory.address, memory)
         self._args = SfArgs(struct_bytes=ctypes.sizeof(SfArgs))
         self._args_address = ctypes.addressof(self._args)
@@ -450,9 +450,10 @@ class NativePlan:
             return
         if self._policy is not None:
             self._policy.close()
-        if self._workers is None or self._workers.close():
-            if self._seat is not None:
-                self._seat.close()
+        left = self._workers is None or self._workers.close()
+        if self._seat is not None:
+            self._seat.close()
+        if left:
             library.close()
 
     def __enter__(self) -> Self:

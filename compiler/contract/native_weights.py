@@ -85,7 +85,7 @@ class LoadedWeights:
         """Build a context over the sections; return its status."""
         return int(library.init(setup))
 
-    def seat(self, library: KernelLibrary, context: int) -> None:
+    def seat(self, library: KernelLibrary, context: int, keeps: object) -> None:
         """Do nothing: everything is there."""
 
 

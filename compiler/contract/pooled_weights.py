@@ -7,6 +7,7 @@ the budget holds for both together.
 """
 
 import ctypes
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -19,6 +20,8 @@ from compiler.contract.native_weights import Buffer, SectionEntry, fill_table
 from compiler.contract.plan_format import align
 from compiler.contract.pool_plan import PoolPlan
 
+_GIVEN_UP: Final[list[tuple[object, ...]]] = []
+"""What seats refer to that did not come off: the pool still writes there."""
 _P, _U64, _I32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int32
 
 
@@ -74,7 +77,7 @@ class PooledWeights:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Sections that are in memory for good, in order; experts come and go, checked each time."""
+        """Sections that stay in memory, in order; experts come and go, checked each time."""
         return self.layout.persistent
 
     def section(self, name: str) -> memoryview:
@@ -106,19 +109,21 @@ class PooledWeights:
             raise UnsupportedPlanError("these kernels have no expert pools: build them again")
         return int(init(setup, self.pool.address))
 
-    def seat(self, library: KernelLibrary, context: int) -> "Seat":
-        """Seat a context: its runs load what they need.
+    def seat(self, library: KernelLibrary, context: int, keeps: object) -> "Seat":
+        """Seat a context, whose memory `keeps` owns: its runs load what they need.
 
         Raises:
             NativeError: There is no seat left.
         """
-        return Seat(library, self, context)
+        return Seat(library, self, context, keeps)
 
 
 class Seat:
     """A context in a pool; ends before either does."""
 
-    def __init__(self, library: KernelLibrary, weights: PooledWeights, context: int) -> None:
+    def __init__(
+        self, library: KernelLibrary, weights: PooledWeights, context: int, keeps: object
+    ) -> None:
         """Take a seat.
 
         Raises:
@@ -127,15 +132,16 @@ class Seat:
         size = library.bind("sf_pool_seat_bytes", _U64, (_P, _P))
         attach = library.bind("sf_pool_attach", _I32, (_P, _P, _P, _U64))
         self._resident = library.bind("sf_pool_resident", _I32, (_P, ctypes.c_uint32))
-        self._detach = library.bind("sf_pool_detach", _I32, (_P,))
-        if size is None or attach is None or self._detach is None:
+        detach = library.bind("sf_pool_detach", _I32, (_P,))
+        if size is None or attach is None or detach is None:
             raise UnsupportedPlanError("these kernels have no expert pools: build them again")
-        self.weights = weights
         self._context = context
         need = int(size(weights.pool.address, context))
-        self._memory = Memory(need)
-        if attach(weights.pool.address, context, self._memory.address, need):
+        memory = Memory(need)
+        if attach(weights.pool.address, context, memory.address, need):
             raise NativeError("the pool has no seat left")
+        held = (library, weights, keeps, memory)
+        self._leave = weakref.finalize(self, _leave, detach, context, held)
 
     def is_resident(self, weight: int) -> bool:
         """Return whether a weight of the context's plan lies in memory now."""
@@ -143,6 +149,9 @@ class Seat:
 
     def close(self) -> None:
         """Leave; the context cannot run any more."""
-        if self._detach is not None:
-            self._detach(self._context)
-            self._detach = None
+        self._leave()
+
+
+def _leave(detach: "ctypes._FuncPointer", context: int, held: tuple[object, ...]) -> None:
+    if detach(context):
+        _GIVEN_UP.append(held)

@@ -22,6 +22,7 @@ from compiler.contract.pipeline import Pipeline, parse_pipeline
 from compiler.contract.plan import parse_plan
 from compiler.contract.planes import MAX_SECTION_BYTES
 from compiler.contract.policy import PLAIN, Policy, parse_policy
+from compiler.contract.pooled_weights import PooledWeights
 from compiler.contract.schedule import parse_schedule
 from compiler.contract.schedule_order import verify_schedule
 from device_agent.errors import BundleError, NoBundleError
@@ -62,7 +63,7 @@ class ClosableRunner(ThreadedRunner, Protocol):
         """How many of them lie on huge pages; None if the system does not say."""
 
     @property
-    def weights(self) -> LoadedWeights:
+    def weights(self) -> LoadedWeights | PooledWeights:
         """Its weights in memory."""
 
     @property
