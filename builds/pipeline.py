@@ -43,7 +43,12 @@ class FileRef:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What CI says a version is."""
+    """What CI says a version is.
+
+    Attributes:
+        constant_time: Whether no value may decide time or accesses; a model that cannot be compiled
+            so is refused.
+    """
 
     version: str
     files: tuple[FileRef, ...]
@@ -51,9 +56,11 @@ class Submission:
     claim: Mapping[str, Json] | None = None
     notes: str = ""
     security_epoch: int = 0
+    constant_time: bool = False
 
     def to_json(self) -> dict[str, Json]:
         """Return the JSON form, files in order of their names; its digest tells repeats apart."""
+        changed: dict[str, Json] = {"constant_time": True} if self.constant_time else {}
         return {
             "version": self.version,
             "files": [item.to_json() for item in sorted(self.files, key=lambda item: item.name)],
@@ -61,6 +68,7 @@ class Submission:
             "claim": dict(self.claim or {}),
             "notes": self.notes,
             "security_epoch": self.security_epoch,
+            **changed,
         }
 
 

@@ -53,6 +53,11 @@ class VersionIn(Schema):
     security_epoch: int = Field(
         0, ge=0, description="Devices that ran a higher one refuse this version."
     )
+    constant_time: bool = Field(
+        False,
+        description="Let no activation and no weight decide time or accesses. A model that prunes "
+        "tokens or has operators without such a kernel becomes `invalid`, and `error` names them.",
+    )
 
 
 class ErrorOut(Schema):
@@ -66,6 +71,7 @@ class VersionOut(Schema):
     version: str
     release_seq: int
     security_epoch: int
+    constant_time: bool
     state: VersionState
     base_version: str | None
     files: list[dict[str, Any]]

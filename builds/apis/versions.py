@@ -56,6 +56,7 @@ def version_post(
         claim=body.claim,
         notes=body.notes,
         security_epoch=body.security_epoch,
+        constant_time=body.constant_time,
     )
 
     def answer() -> HttpResponse:

@@ -43,10 +43,14 @@ def check_run_one(check_id: int | None = None) -> VersionCheck | None:
 
 def _run(check: VersionCheck, owner: str) -> None:
     with run_folder(f"check-{check.pk}") as folder:
-        submission = lay_out_submission(check.version, folder / "submission")
+        request = {
+            "do": "check",
+            "submission": str(lay_out_submission(check.version, folder / "submission")),
+            "constant_time": check.version.constant_time,
+        }
         batches = listen(
             compile_command(),
-            job=json.dumps({"do": "check", "submission": str(submission)}).encode(),
+            job=json.dumps(request).encode(),
             folder=settings.BASE_DIR,
             time_limit_s=settings.SPARSEFLEET.build_time_limit_s,
         )

@@ -67,6 +67,7 @@ def _compile(job: Mapping[str, Any], say: Say) -> None:
         version=job["version"],
         release_seq=job["release_seq"],
         security_epoch=job["security_epoch"],
+        constant_time=job["constant_time"],
         cache_dir=Path(job["cache"]) if job["cache"] else None,
         base_sections=base[0] if base else None,
         base_planes=base[1] if base else None,
@@ -79,11 +80,14 @@ def _check(job: Mapping[str, Any], say: Say) -> None:
     from compiler.driver.cards import require_sets
     from compiler.driver.lowering import lower_submission
     from compiler.driver.stages import StageClock
+    from compiler.quant.constant_time import constant_time
 
     clock = StageClock(lambda stage, fraction: say(Progress(stage, fraction)))
     submission = Path(job["submission"])
     require_sets(submission)
-    lower_submission(submission, clock)
+    lowered = lower_submission(submission, clock)
+    if job["constant_time"]:
+        constant_time(lowered.module)
 
 
 def _base(

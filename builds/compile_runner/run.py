@@ -107,6 +107,7 @@ def _request(job: BuildJob, folder: Path) -> dict[str, object]:
         "version": version.version,
         "release_seq": version.release_seq,
         "security_epoch": version.security_epoch,
+        "constant_time": version.constant_time,
     }
 
 

@@ -45,6 +45,7 @@ class ModelVersion(models.Model):
     version = models.CharField(max_length=64, validators=[_name_validator])
     release_seq = models.PositiveBigIntegerField()
     security_epoch = models.PositiveIntegerField(default=0)
+    constant_time = models.BooleanField(default=False)
     state = models.CharField(max_length=32, default=VersionState.SUBMITTED.value)
     files = models.JSONField()
     base_version = models.ForeignKey(

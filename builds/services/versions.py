@@ -95,6 +95,7 @@ def _insert(
         version=submission.version,
         release_seq=last + 1,
         security_epoch=submission.security_epoch,
+        constant_time=submission.constant_time,
         files=submission.to_json()["files"],
         base_version=_base(model, submission.base_version),
         claim=dict(submission.claim or {}),

@@ -70,7 +70,7 @@ def _require_known(ops: Iterable[Op]) -> None:
     ways = dict.fromkeys(_WAYS.get(op, _OTHER_WAY) for op in others)
     raise UnsupportedOperatorError(
         f"no constant-time kernel for {', '.join(op.name for op in others)}",
-        hint="; ".join((*ways, "or compile without --constant-time")),
+        hint="; ".join((*ways, "or leave constant time out")),
     )
 
 

@@ -68,7 +68,13 @@ class Platform:
 
 
 def submit(
-    platform: Platform, folder: Path, *, model: str, version: str, base: str | None = None
+    platform: Platform,
+    folder: Path,
+    *,
+    model: str,
+    version: str,
+    base: str | None = None,
+    constant_time: bool = False,
 ) -> Mapping[str, Any]:
     """Make the model if it is new, upload the files, submit the version; return the version."""
     claim = folder / "claim.json"
@@ -79,6 +85,7 @@ def submit(
         {
             "version": version,
             "base_version": base,
+            "constant_time": constant_time,
             "files": [platform.upload(path) for path in sorted(folder.iterdir()) if path.is_file()],
             "claim": json.loads(claim.read_text(encoding="utf-8")) if claim.exists() else {},
         },
@@ -113,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model=options.model,
             version=options.version,
             base=options.base,
+            constant_time=options.constant_time,
         )
         _say(f"{made['model']} {made['version']}: {made['state']}, {len(made['builds'])} builds")
         builds = wait(platform, options.model, options.version, options.timeout)
@@ -157,6 +165,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="made if there is none of this name")
     parser.add_argument("--version", required=True, help="name of the version, final once sent")
     parser.add_argument("--base", help="older version whose grids are kept: smaller updates")
+    parser.add_argument(
+        "--constant-time", action="store_true", help="let no value decide time or accesses"
+    )
     parser.add_argument("--token-file", type=Path, required=True, help="holds the API token")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds (default: 3600)")
     return parser

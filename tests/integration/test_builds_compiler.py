@@ -135,6 +135,44 @@ def test_it_reads_a_version_without_building_it(size: int | None, state: str, co
     assert (version.state, version.error_code) == (state, code)
 
 
+def summing_model() -> bytes:
+    """Return a model with an operator that only a reference kernel does."""
+    axis = helper.make_tensor("axis", TensorProto.INT64, [], [1])
+    node = helper.make_node("CumSum", ["x", "axis"], ["y"])
+    shape = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 8]) for name in "xy"]
+    graph = helper.make_graph([node], "g", shape[:1], shape[1:], [axis])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
+    return bytes(model.SerializeToString())
+
+
+def test_it_refuses_in_the_first_look_what_has_no_constant_time() -> None:
+    rows = []
+    description = json.loads(pipeline("x", "y"))
+    description["components"]["model"]["inputs"]["x"]["shape"] = [2, 8]
+    files = {"model__onnx": summing_model(), "pipeline__json": json.dumps(description).encode()}
+    for wanted in (True, False):
+        version = make_version(state=VersionState.SUBMITTED)
+        version.files = make_files(**files)
+        version.constant_time = wanted
+        version.save()
+        check_run_one(check_create(version=version).pk)
+        version.refresh_from_db()
+        rows.append(version)
+    assert [row.state for row in rows] == ["invalid", "validated"]
+    assert rows[0].error_code == "build.user.unsupported_op"
+    assert rows[0].error_message.startswith("no constant-time kernel for ")
+    assert rows[0].error_hint.endswith("or leave constant time out")
+
+
+def test_it_builds_a_version_in_constant_time() -> None:
+    version = make_version(make_model("moe-block"))
+    version.constant_time = True
+    job = build(REAL.read_bytes(), pipeline(), version)
+    assert (job.state, job.error_message) == ("ready", "")
+    assert job.report["constant_time"] is True
+    assert job.report["policy"]["fixed"] is True
+
+
 def test_it_names_an_output_that_the_model_does_not_have() -> None:
     job = build(REAL.read_bytes(), pipeline("x", "absent"))
     assert job.error_code == "build.user.malformed_model"

@@ -53,6 +53,11 @@ def test_it_ends_well_when_every_build_is_ready(
     assert "build" in capsys.readouterr().err
 
 
+def test_it_asks_for_constant_time(line: list[str]) -> None:
+    submit.main([*line, "--constant-time"])
+    assert ModelVersion.objects.get().constant_time
+
+
 def test_it_says_why_it_was_refused(
     line: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -171,6 +171,23 @@ def test_it_takes_a_version_in_and_queues_a_build_per_active_target(
     assert AuditEvent.objects.filter(action="version.submit").count() == 1
 
 
+def test_it_keeps_that_a_version_is_compiled_in_constant_time(
+    ci: Api, submission: dict[str, object]
+) -> None:
+    wanted = {**submission, "constant_time": True}
+    assert ci.post("/models/doc-reader/versions", wanted).json()["constant_time"] is True
+    assert ci.post("/models/doc-reader/versions", wanted).status_code == 200
+    assert ModelVersion.objects.get().constant_time
+    answer = ci.post("/models/doc-reader/versions", submission)
+    assert (answer.status_code, answer.json()["code"]) == (409, "version.exists")
+    answer = ci.post("/models/doc-reader/versions", {**wanted, "constant_time": "perhaps"})
+    assert answer.status_code == 422
+    plain = {**submission, "version": "1.0.1", "constant_time": False}
+    assert ci.post("/models/doc-reader/versions", plain).json()["constant_time"] is False
+    left_out = {**submission, "version": "1.0.1"}
+    assert ci.post("/models/doc-reader/versions", left_out).status_code == 200
+
+
 def test_it_looks_at_a_version_first_whoever_works_on_an_older_one(
     ci: Api, submission: dict[str, object], clock: FakeClock
 ) -> None:
