@@ -27,6 +27,7 @@ from compiler.quant.w4 import (
     W4Matrix,
     pack_stored,
     unpack_w4,
+    whole_codes,
 )
 
 Array = NDArray[Any]
@@ -93,8 +94,7 @@ def _row_scales(matrix: W4Matrix, to: int) -> bytes:
 def _pack_blocks(matrix: W4Matrix) -> tuple[bytes, ...]:
     n, k = matrix.shape
     high, wide = -(-n // ELL_ROWS), -(-k // ELL_COLS)
-    codes = np.full((high * ELL_ROWS, wide * ELL_COLS), ZERO_CODE, np.uint8)
-    codes[:n, :k] = matrix.codes
+    codes = whole_codes(matrix.codes, ELL_ROWS, ELL_COLS)
     scales = np.ones((high * ELL_ROWS, wide), np.uint8)
     scales[:n] = np.repeat(matrix.grid.scales, GROUP // ELL_COLS, axis=1)[:, :wide]
     blocks = codes.reshape(high, ELL_ROWS, wide, ELL_COLS).swapaxes(1, 2)

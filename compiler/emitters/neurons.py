@@ -14,7 +14,6 @@ from compiler.contract.plan_format import Kind, weight_parts
 from compiler.quant.w4 import (
     GROUP,
     PANEL,
-    ZERO_CODE,
     Grid,
     GridReport,
     PackedW4,
@@ -22,6 +21,7 @@ from compiler.quant.w4 import (
     pack_stored,
     pack_w4,
     unpack_w4,
+    whole_codes,
 )
 
 Array = NDArray[Any]
@@ -91,12 +91,9 @@ def _part(matrix: W4Matrix, rows: slice) -> W4Matrix:
 
 def _padded(matrix: W4Matrix, high: int, wide: int) -> tuple[Array, Array, Array]:
     """Return codes, scales and row scales of whole blocks of `high` rows and `wide` columns."""
-    n, k = matrix.shape
-    rows, cols = -(-n // high) * high, -(-k // wide) * wide
-    codes = np.full((rows, cols), ZERO_CODE, np.uint8)
-    scales = np.ones((rows, cols // GROUP), np.uint8)
-    steps = np.zeros(rows, "<f4")
-    codes[:n, :k] = matrix.codes
+    n, codes = matrix.shape[0], whole_codes(matrix.codes, high, wide)
+    scales = np.ones((len(codes), codes.shape[1] // GROUP), np.uint8)
+    steps = np.zeros(len(codes), "<f4")
     scales[:n, : matrix.grid.scales.shape[1]] = matrix.grid.scales
     steps[:n] = matrix.grid.rows
     return codes, scales, steps

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler.contract.plan_format import GROUP, PANEL
-from compiler.quant.w4 import ZERO_CODE, PackedW4, pack_stored, unpack_w4
+from compiler.quant.w4 import ZERO_CODE, PackedW4, pack_stored, unpack_w4, whole_codes
 
 Array = NDArray[Any]
 HALF: Final = 16
@@ -55,8 +55,5 @@ def unpack_nm(n: int, k: int, parts: tuple[bytes, ...]) -> PackedW4:
 
 def _halves(codes: Array) -> Array:
     """Return codes (N, K) as (panels, 16 rows, groups, 2, 16), padded by the code of zero."""
-    n, k = codes.shape
-    panels, groups = -(-n // PANEL), -(-k // GROUP)
-    padded = np.full((panels * PANEL, groups * GROUP), ZERO_CODE, np.uint8)
-    padded[:n, :k] = codes
-    return padded.reshape(panels, PANEL, groups, 2, HALF)
+    whole = whole_codes(codes, PANEL, GROUP)
+    return whole.reshape(len(whole) // PANEL, PANEL, -1, 2, HALF)

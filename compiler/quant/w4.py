@@ -178,13 +178,22 @@ def pack_stored(
     return pack_w4(W4Matrix(np.ascontiguousarray(codes), grid, GridReport(scales.size)))
 
 
+def whole_codes(codes: Codes, high: int, wide: int) -> Codes:
+    """Return codes (N, K) filled up with the code of zero to blocks of `high` rows, `wide` columns.
+
+    Every layout that stores blocks starts from this.
+    """
+    n, k = codes.shape
+    whole = np.full((-(-n // high) * high, -(-k // wide) * wide), ZERO_CODE, np.uint8)
+    whole[:n, :k] = codes
+    return whole
+
+
 def pack_w4(matrix: W4Matrix) -> PackedW4:
     """Return the panel-16 bytes of a quantised matrix."""
     n, k = matrix.shape
     panels, groups = -(-n // PANEL), -(-k // GROUP)
-    codes = np.full((panels * PANEL, groups * GROUP), ZERO_CODE, np.uint8)
-    codes[:n, :k] = matrix.codes
-    cells = codes.reshape(panels, PANEL, groups, 4, 2, 4)
+    cells = whole_codes(matrix.codes, PANEL, GROUP).reshape(panels, PANEL, groups, 4, 2, 4)
     packed = cells[..., 0, :] | (cells[..., 1, :] << 4)
     scales = np.ones((panels * PANEL, groups), np.uint8)
     scales[:n] = matrix.grid.scales
