@@ -48,7 +48,7 @@ def _sparsity_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield from _source_lines(sources)
         rows = [
             (
-                _node(row, "value"),
+                _node(row),
                 row["level"],
                 row["granularity"],
                 f"{row['density_low']:.1%} to {row['density_high']:.1%}",
@@ -59,7 +59,7 @@ def _sparsity_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield from indented(table([_ZEROS, *rows], right=frozenset({3, 4})) if rows else ())
         saved = [
             (
-                _node(row, "operation"),
+                _node(row),
                 row["multiply_adds_most"],
                 row["multiply_adds_dense"],
                 row["why"],
@@ -71,14 +71,14 @@ def _sparsity_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _source_lines(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    rows = [(_node(row, "number"), row["kind"], row["granularity"]) for row in sources]
+    rows = [(_node(row), row["kind"], row["granularity"]) for row in sources]
     if rows:
         yield from indented(table([("zeros come from", "kind", "granularity"), *rows]))
 
 
-def _node(row: Mapping[str, Any], number: str) -> str:
-    """Return the node that a row is about; reports of older compilers only number it."""
-    return str(row.get("source") or row[number])
+def _node(row: Mapping[str, Any], unknown: str = "not recorded") -> str:
+    """Return the node that a row is about; older compilers gave it a number only."""
+    return str(row.get("source") or unknown)
 
 
 def _layout_lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _layout_lines(report: Mapping[str, Any]) -> Iterator[str]:
         rows, cols = row["shape"]
         yield ""
         yield (
-            f"weight {rows} x {cols} of {_node(row, 'operation')} in "
+            f"weight {rows} x {cols} of {_node(row, row['operation'])} in "
             f"{', '.join(row['programs'])}, {row['density']:.2%} not zero: {row['chosen']}"
         )
         prices = [_price(price) for price in row["prices"]]
