@@ -26,6 +26,7 @@ from compiler.contract.native_errors import (
 from compiler.contract.native_library import MAX_THREADS, KernelLibrary, Workers
 from compiler.contract.native_memory import Memory
 from compiler.contract.native_policy import PolicySeat
+from compiler.contract.native_steering import SteeringSeat
 from compiler.contract.native_weights import Buffer, LoadedWeights
 from compiler.contract.pager import Pager, PagerHook
 from compiler.contract.plan import Plan, PlanBuffer, PlanCall, parse_plan
@@ -104,6 +105,7 @@ class NativePlan:
         self._workers: Workers | None = None
         self._seat: Seat | None = None
         self._policy: PolicySeat | None = None
+        self._steering: SteeringSeat | None = None
         self._library: KernelLibrary | None = KernelLibrary(kernels)
         try:
             self._load(self._library, plan_bytes, sections)
@@ -152,6 +154,8 @@ class NativePlan:
         self._context = memory.address
         self._seat = weights.seat(library, memory.address, memory)
         self._policy = PolicySeat(library, memory.address, memory)
+        weights_held = len(self.plan.weights)
+        self._steering = SteeringSeat(library, memory.address, memory, weights_held)
         self._args = SfArgs(struct_bytes=ctypes.sizeof(SfArgs))
         self._args_address = ctypes.addressof(self._args)
         self._programs = _programs(self.plan, memory.view[arena_at:])
@@ -219,6 +223,17 @@ class NativePlan:
         if self._policy is None:
             raise NativeError("the plan is not loaded")
         return self._policy
+
+    @property
+    def steering(self) -> SteeringSeat:
+        """Where what routers go by besides their logits is swapped, also while the plan runs.
+
+        Raises:
+            NativeError: The plan was never loaded.
+        """
+        if self._steering is None:
+            raise NativeError("the plan is not loaded")
+        return self._steering
 
     @property
     def epoch(self) -> int:
@@ -448,8 +463,9 @@ class NativePlan:
         library, self._library = self._library, None
         if library is None:
             return
-        if self._policy is not None:
-            self._policy.close()
+        for swapped in (self._policy, self._steering):
+            if swapped is not None:
+                swapped.close()
         left = self._workers is None or self._workers.close()
         if self._seat is not None:
             self._seat.close()

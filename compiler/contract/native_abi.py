@@ -73,6 +73,41 @@ class SfPolicy(ctypes.Structure):
     )
 
 
+class SfSteering(ctypes.Structure):
+    """What routers go by besides their own logits; see `compiler.contract.steering`.
+
+    `resident` and `bias` have one entry per weight of the plan, read where an expert's first weight
+    is; either may be NULL.
+    """
+
+    _fields_ = (
+        ("struct_bytes", ctypes.c_uint32),
+        ("epoch", ctypes.c_uint32),
+        ("weights", ctypes.c_uint32),
+        ("may_load", ctypes.c_uint32),
+        ("protect", ctypes.c_uint32),
+        ("max_k", ctypes.c_uint32),
+        ("pull", ctypes.c_float),
+        ("margin", ctypes.c_float),
+        ("modality", ctypes.c_float),
+        ("reserved", ctypes.c_uint32),
+        ("resident", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    )
+
+
+class SfSteered(ctypes.Structure):
+    """What steering did; see `compiler.contract.steering.Counts`."""
+
+    _fields_ = (
+        ("rows", ctypes.c_uint64),
+        ("chosen", ctypes.c_uint64),
+        ("narrowed", ctypes.c_uint64),
+        ("substituted", ctypes.c_uint64),
+        ("missing", ctypes.c_uint64),
+    )
+
+
 class SfEvent(ctypes.Structure):
     """One event of a trace; see trace.c.in."""
 
@@ -128,16 +163,20 @@ _POINTERS: Final = {
     "events": "sf_event *",
     "expert": "const sf_pool_expert *",
     "key": "const uint8_t *",
+    "resident": "const uint8_t *",
+    "bias": "const float *",
 }
 
 
+def _c_type(name: str, kind: type) -> str:
+    if kind is ctypes.c_void_p:
+        return _POINTERS[name]
+    return "float" if kind is ctypes.c_float else f"uint{ctypes.sizeof(kind) * 8}_t"
+
+
 def _struct(name: str, ctype: type[ctypes.Structure]) -> CStruct:
-    fields = []
-    for field in ctype._fields_:
-        width = ctypes.sizeof(field[1]) * 8
-        is_pointer = field[1] is ctypes.c_void_p
-        fields.append(CField(field[0], _POINTERS[field[0]] if is_pointer else f"uint{width}_t"))
-    return CStruct(name, ctype, tuple(fields))
+    fields = tuple(CField(field[0], _c_type(field[0], field[1])) for field in ctype._fields_)
+    return CStruct(name, ctype, fields)
 
 
 C_STRUCTS: Final = (
@@ -147,6 +186,8 @@ C_STRUCTS: Final = (
     _struct("sf_args", SfArgs),
     _struct("sf_meter", SfMeter),
     _struct("sf_policy", SfPolicy),
+    _struct("sf_steering", SfSteering),
+    _struct("sf_steered", SfSteered),
     _struct("sf_event", SfEvent),
     _struct("sf_trace", SfTrace),
     _struct("sf_pool_expert", SfPoolExpert),

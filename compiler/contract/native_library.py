@@ -95,6 +95,9 @@ class KernelLibrary:
         self.set_trace = self._bind_newer("sf_set_trace", pointer, pointer)
         self.set_policy = self._bind_newer("sf_set_policy", pointer, pointer)
         self.policy_busy = self._bind_newer("sf_policy_busy", pointer, pointer)
+        self.set_steering = self._bind_newer("sf_set_steering", pointer, pointer)
+        self.steering_busy = self._bind_newer("sf_steering_busy", pointer, pointer)
+        self.steering_counts = self._bind_newer("sf_steering_counts", pointer, pointer)
         self.policy_lookup = self._bind_newer("sf_policy_lookup", pointer, u32, u32, u32)
 
     def _bind_newer(self, name: str, *arguments: type) -> "ctypes._FuncPointer | None":
@@ -124,6 +127,9 @@ class KernelLibrary:
     set_trace: "ctypes._FuncPointer | None"
     set_policy: "ctypes._FuncPointer | None"
     policy_busy: "ctypes._FuncPointer | None"
+    set_steering: "ctypes._FuncPointer | None"
+    steering_busy: "ctypes._FuncPointer | None"
+    steering_counts: "ctypes._FuncPointer | None"
     policy_lookup: "ctypes._FuncPointer | None"
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from compiler.contract import plan_format, policy
+from compiler.contract import plan_format, policy, steering
 from compiler.contract.moe_rules import MAX_LINEAR_K
 from compiler.contract.native_abi import C_STRUCTS
 from compiler.contract.operations import MAX_DIM, Op
@@ -26,7 +26,10 @@ from compiler.kernels.select import PORTABLE, TileSpec, select_tile, w8_part
 
 _C_TYPES: Final = {"s": "char", "H": "uint16_t", "I": "uint32_t", "Q": "uint64_t"}
 _HEADERS: Final = {"x86_64": "immintrin.h", "aarch64": "arm_neon.h"}
-_RUNTIME: Final = ("prelude", "vector", "math", "rows", "system", "policy", "trace", "pool")
+_RUNTIME: Final = (
+    *("prelude", "vector", "math", "rows", "system", "swap"),
+    *("policy", "steering", "trace", "pool"),
+)
 _POOL: Final = ("tag", "runs", "residency", "expert_pool", "pool_state")
 _POLICY: Final = {
     "bounds": {
@@ -47,6 +50,12 @@ _SHARED_PARTS: Final = (
     (registry.RECURRENT_USERS, registry.RECURRENT_TEMPLATE),
 )
 _TAG: Final = {"block": TAG_BLOCK, "words": TAG_WORDS, "key_bytes": TAG_KEY_BYTES}
+_STEERING: Final = {
+    "carriers": [op.name for op in steering.CARRIERS],
+    "max_k": steering.MAX_K,
+    "max_pull": steering.MAX_PULL,
+    "rate": steering.SPREAD_RATE,
+}
 _TABLES: Final = ("sections", "weights", "buffers", "programs", "ports", "calls", "operands")
 
 
@@ -135,6 +144,7 @@ class CEmitter(SparseKernelEmitter):
             "maps": reference.MAPS,
             "layouts": reference.LAYOUT_OFFSETS,
             "double": constants.DOUBLE,
+            "steering": _STEERING,
             "structs": C_STRUCTS,
             "table": rows,
             "tables": _TABLES,
@@ -180,7 +190,7 @@ def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
     if any(spec.tiled for spec in specs):
         found += [tile.template, registry.W4_TEMPLATE]
     if Op.ROUTE in ops:
-        found.append(registry.ROUTE_TEMPLATE)
+        found += [registry.ROUTE_TEMPLATE, registry.STEER_TEMPLATE]
     if Op.LINEAR_W8 in ops:
         found += [w8_part(tile).template, registry.W8_TEMPLATE]
     if Op.LINEAR in ops:

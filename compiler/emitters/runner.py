@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from compiler.contract.native_errors import raise_status
+from compiler.contract.native_steering import steering_record
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanProgram, parse_plan
 from compiler.contract.plan_format import DTYPE_BYTES, Direction, Status, align
+from compiler.contract.steering import Residency, Steering
 from compiler.emitters.backends import emitter_for
 from compiler.emitters.c import CEmitter
 from compiler.emitters.interface import EmitterError
@@ -21,9 +23,9 @@ from compiler.emitters.toolchain import run_program
 from compiler.errors import ToolchainError
 from compiler.hardware.targets import Target
 
-MAGIC: Final = int.from_bytes(b"SFRUN001", "little")
+MAGIC: Final = int.from_bytes(b"SFRUN002", "little")
 KEEP_ALL: Final = 0xFFFFFFFF
-_HEAD: Final = struct.Struct("<9Q")
+_HEAD: Final = struct.Struct("<10Q")
 _RUN: Final = struct.Struct("<6IQ")
 _COPY: Final = struct.Struct("<3Q")
 
@@ -63,6 +65,8 @@ def play(
     runs: Sequence[ScriptRun],
     *,
     threads: int = 1,
+    steering: Steering | None = None,
+    residency: Residency | None = None,
 ) -> list[dict[str, bytes]]:
     """Play runs in order and return the outputs of each, by role.
 
@@ -73,14 +77,19 @@ def play(
         sections: Its weight sections.
         runs: What to run.
         threads: Threads of a run, 1 to 64; the bits are the same with any number.
+        steering: What its routers are steered by.
+        residency: Which experts are in memory; None = all.
 
     Raises:
+        SteeringError: The steering does not fit the plan.
         NativeError: A run ended with an error status.
         ToolchainError: The program could not be started or crashed.
     """
     plan = parse_plan(plan_bytes)
     programs = {program.name: (at, program) for at, program in enumerate(plan.programs)}
     script = _Script(plan, plan_bytes, sections, threads)
+    if steering is not None:
+        script.steer(steering, residency)
     for run in runs:
         script.add(run, *programs[run.program])
     output = run_program(runner, emulator, script.encode())
@@ -94,6 +103,7 @@ class _Script:
         self, plan: Plan, plan_bytes: bytes, sections: Mapping[str, bytes], threads: int
     ) -> None:
         self.threads = threads
+        self.steering_at = 0
         self.data = bytearray(align(_HEAD.size))
         self.plan = plan
         self.plan_at, self.plan_bytes = self._put(plan_bytes), len(plan_bytes)
@@ -105,6 +115,16 @@ class _Script:
         at = len(self.data)
         self.data += blob + bytes(align(len(blob)) - len(blob))
         return at
+
+    def steer(self, steering: Steering, residency: Residency | None) -> None:
+        """Say what routers are steered by; pointers of the record are offsets here."""
+        weights = len(self.plan.weights)
+        record = steering_record(steering, weights)
+        if residency is not None:
+            record.resident = self._put(bytes(residency[at] for at in range(weights)))
+        if steering.bias:
+            record.bias = self._put(struct.pack(f"<{weights}f", *steering.bias))
+        self.steering_at = self._put(bytes(record))
 
     def add(self, run: ScriptRun, number: int, program: PlanProgram) -> None:
         """Append one run."""
@@ -148,6 +168,7 @@ class _Script:
             len(self.rows),
             run_table,
             self.threads,
+            self.steering_at,
         )
         return head + bytes(self.data[_HEAD.size :])
 

@@ -17,6 +17,7 @@ PRUNE_TEMPLATE: Final = "templates/prune_choice.c.in"
 PRUNE_USERS: Final = frozenset({Op.ATTENTION_SCORE, Op.PRUNE_TOP_P})
 RECURRENT_TEMPLATE: Final = "templates/recurrent_rows.c.in"
 RECURRENT_USERS: Final = frozenset({Op.RECURRENT, Op.RECURRENT_F32})
+STEER_TEMPLATE: Final = "templates/steer.c.in"
 W8_TEMPLATE: Final = "templates/w8.c.in"
 STORED_TEMPLATE: Final = "templates/stored.c.in"
 SKIP_TEMPLATE: Final = "templates/skip.c.in"

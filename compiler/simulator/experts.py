@@ -5,6 +5,7 @@ Reductions, rounding and ties follow the C templates; see there for the equation
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -15,8 +16,10 @@ from compiler.contract.expert_pages import Expert
 from compiler.contract.moe_rules import expert_kinds
 from compiler.contract.native_errors import BadIndexError
 from compiler.contract.operations import GATED, SIGMOID_ORDERS, ExpertAct, RouteOrder
+from compiler.contract.steering import NO_EXPERT
 from compiler.kernels.constants import GELU
 from compiler.simulator.numerics import Numerics, relu, silu, tanh
+from compiler.simulator.steering import RouterSteering
 from compiler.simulator.step import Results, Step, best, softmax_terms
 
 Array = NDArray[Any]
@@ -33,22 +36,68 @@ def route(s: Step) -> Results:
     if bias is not None:
         logits = logits + bias
     measured = (_entropy(s, logits),) if len(s.sizes) > 2 else ()
-    if order == RouteOrder.SPARSEMIXER:
-        index, gate = _mixer(s, logits, k)
-        return index, _scaled(s, gate), *measured
-    scores = choice = _scores(s, logits, order)
+    scores = choice = logits if order == RouteOrder.SPARSEMIXER else _scores(s, logits, order)
     gone = None
     if order in SIGMOID_ORDERS:
         correction = s.maybe_constant(2)
         choice = scores if correction is None else scores + correction
         gone = _outside_groups(s, choice)
     index = best(choice, k, gone)
+    if s.steers.record is not None and s.mixes is not None:
+        by = choice if order in SIGMOID_ORDERS else logits
+        return *_steered(s, _Routed(scores, choice, by, gone, index)), *measured
+    return index.astype(np.int32), _gates(s, scores, index), *measured
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    """Rows of a router (R, E), and its own choice (R, k).
+
+    Attributes:
+        scores: What gates are made of.
+        choice: What experts are chosen by.
+        by: The same before a softmax.
+        gone: What lies outside the groups, if there are any.
+    """
+
+    scores: Array
+    choice: Array
+    by: Array
+    gone: Array | None
+    index: Array
+
+
+def _steered(s: Step, routed: _Routed) -> tuple[Array, Array]:
+    """Return the choice under the steering record, and its gates; -1 and 0 where it is short."""
+    assert s.mixes is not None
+    assert s.steers.record is not None
+    steering = RouterSteering(s.steers, s.steers.record, s.weight_ids[0], s.mixes, s.numerics)
+    index, gate = np.empty_like(routed.index), np.zeros(routed.index.shape, s.numerics.dtype)
+    for at, scores in enumerate(routed.scores):
+
+        def rule(chosen: Array, scores: Array = scores) -> Array:
+            return np.asarray(_gates(s, scores[None], chosen[None])[0])
+
+        gone = None if routed.gone is None else routed.gone[at]
+        row = steering.row(routed.by[at], routed.choice[at], gone, routed.index[at], rule)
+        taken = row[row >= 0]
+        index[at] = row
+        if len(taken):
+            gate[at, : len(taken)] = rule(taken)
+    return index.astype(np.int32), gate
+
+
+def _gates(s: Step, scores: Array, index: Array) -> Array:
+    """Return the gates (R, k) of what was chosen, best first, by the rule of the order."""
+    order = s.number("order")
+    if order == RouteOrder.SPARSEMIXER:
+        return _scaled(s, _mixer_gates(s, scores, index))
     gate = np.take_along_axis(scores, index, axis=1)
     if order == RouteOrder.TOPK_SOFTMAX:
         gate = s.numerics.exp(gate - gate[:, :1])
     if order not in _UNSUMMED:
-        gate = gate / _in_order(s, gate)[:, None]
-    return index.astype(np.int32), _scaled(s, gate), *measured
+        gate = np.asarray(gate / _in_order(s, gate)[:, None])
+    return _scaled(s, gate)
 
 
 def _entropy(s: Step, logits: Array) -> Array:
@@ -95,19 +144,19 @@ def _outside_groups(s: Step, choice: Array) -> Array | None:
     return outside.repeat(split.shape[-1], axis=1)
 
 
-def _mixer(s: Step, logits: Array, k: int) -> tuple[Array, Array]:
+def _mixer_gates(s: Step, logits: Array, index: Array) -> Array:
+    """Return for each chosen expert its share among those near it that are not better."""
     gone, columns = np.zeros(logits.shape, bool), []
-    for _ in range(k):
-        chosen = best(logits, 1, gone)
+    for chosen in np.split(index, index.shape[1], axis=1):
         top = np.take_along_axis(logits, chosen, axis=1)
+        better = (logits > top) | (np.isnan(top) & ~np.isnan(logits))
         with np.errstate(divide="ignore", invalid="ignore"):
             far = (top - logits) / np.maximum(np.abs(logits), top) > s.real("jitter")
-        near = np.where(far | gone, s.numerics.dtype(-np.inf), logits)
+        near = np.where(far | gone | better, s.numerics.dtype(-np.inf), logits)
         _, total = softmax_terms(s, near)
-        columns.append((chosen.astype(np.int32), s.numerics.dtype(1) / total))
+        columns.append(s.numerics.dtype(1) / total)
         np.put_along_axis(gone, chosen, values=True, axis=1)
-    index, gate = zip(*columns, strict=True)
-    return np.concatenate(index, axis=1), np.concatenate(gate, axis=1)
+    return np.concatenate(columns, axis=1)
 
 
 def experts(s: Step) -> Results:
@@ -115,11 +164,12 @@ def experts(s: Step) -> Results:
     x, index, gate = s.source(0), s.source(1), s.source(2)
     stride = len(expert_kinds(s.number("biases")))
     count = len(s.weight_ids) // stride
-    if ((index < 0) | (index >= count)).any():
+    least = 0 if s.steers.record is None else NO_EXPERT
+    if ((index < least) | (index >= count)).any():
         raise BadIndexError(f"an expert is outside [0, {count})")
     rows, scale = s.numerics.quantise(x)
     y = np.zeros_like(x)
-    for expert in np.unique(index):
+    for expert in np.unique(index[index >= 0]):
         first = stride * int(expert)
         w_in, w_out = s.weight_ids[first], s.weight_ids[first + 1]
         s.pages.use(w_in)

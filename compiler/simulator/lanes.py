@@ -17,9 +17,11 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from compiler.contract.native_errors import NativeError
 from compiler.contract.operations import Op
 from compiler.contract.session import Buffer as Bytes
 from compiler.contract.session import Dialogue, Request
+from compiler.contract.steering import Residency, Steering
 from compiler.kernels.program import ABSENT, Module
 from compiler.simulator.machine import Observer, Simulator
 from compiler.simulator.step import Cache
@@ -80,6 +82,18 @@ class LaneSimulator(Simulator):
             ProgramError: The module is invalid.
         """
         super().__init__(module, mode="f64", observer=observer)
+
+    def set_steering(
+        self,
+        steering: Steering | None,  # noqa: ARG002 - as every simulator takes it
+        residency: Residency | None = None,  # noqa: ARG002
+    ) -> None:
+        """Refuse: rows of several lanes go through a router together.
+
+        Raises:
+            NativeError: Always.
+        """
+        raise NativeError("lanes are not steered")
 
     @property
     def lane_bytes(self) -> int:

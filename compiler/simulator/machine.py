@@ -11,6 +11,13 @@ from compiler.contract.expert_pages import is_scheduled
 from compiler.contract.native_errors import NativeError, TooManyTokensError
 from compiler.contract.pager import Pager
 from compiler.contract.session import Buffer as Bytes
+from compiler.contract.steering import (
+    Counts,
+    Residency,
+    Steering,
+    SteeringError,
+    steered_experts,
+)
 from compiler.kernels.program import (
     ABSENT,
     Buffer,
@@ -25,6 +32,7 @@ from compiler.quant.w4 import PackedW4
 from compiler.simulator.numerics import Bits, Exact, Numerics
 from compiler.simulator.operations import OPERATIONS
 from compiler.simulator.pages import Pages
+from compiler.simulator.steering import Steers
 from compiler.simulator.step import Cache, Step
 
 Array = NDArray[Any]
@@ -120,10 +128,37 @@ class Simulator:
         self._ran: set[int] = set()
         self._checks: Counter[tuple[str, int, bool]] = Counter()
         self._pages = Pages()
+        self._steers = Steers()
+        rows = [np.atleast_2d(weight.array).shape[0] for weight in module.weights]
+        self._mixes = {
+            program.name: steered_experts(program.calls, rows) for program in module.programs
+        }
 
     def set_pager(self, pager: Pager) -> None:
         """Have `pager` told what a native plan tells it."""
         self._pages.pager = pager
+
+    def set_steering(self, steering: Steering | None, residency: Residency | None = None) -> None:
+        """Have the next runs follow a steering record, None for none.
+
+        Args:
+            steering: As `compiler.contract.native_steering.SteeringSeat.publish` takes it.
+            residency: Which experts are in memory; None = all. Read while programs run.
+
+        Raises:
+            SteeringError: It does not fit the module.
+        """
+        weights = len(self._module.weights)
+        if steering is not None:
+            steering.check(weights)
+        if residency is not None and len(residency) != weights:
+            raise SteeringError(f"a residency table of {len(residency)} for {weights} weights")
+        self._steers.record, self._steers.residency = steering, residency
+
+    @property
+    def steering_counts(self) -> Counts:
+        """What steering did so far."""
+        return self._steers.counts
 
     @property
     def reached(self) -> frozenset[str]:
@@ -137,7 +172,7 @@ class Simulator:
 
     @kv_length.setter
     def kv_length(self, length: int) -> None:
-        """Forget every row from `length` on.
+        """Forget every row from `length` on, and what steered routers remember.
 
         Raises:
             NativeError: The cache holds fewer rows, or rows that it needs are overwritten.
@@ -146,6 +181,7 @@ class Simulator:
             raise NativeError(f"cannot set the cache to {length} rows")
         if self._cache is not None:
             self._cache.truncate(length)
+        self._steers.spreads.clear()
 
     def run(self, program: str, inputs: Mapping[str, Bytes]) -> Mapping[str, memoryview]:
         """Run one program on raw little-endian rows by role, like the native plan.
@@ -238,6 +274,8 @@ class Simulator:
             self._ran,
             self._pages,
             lambda held: self._checks.update([(program, number, held)]),
+            self._steers,
+            self._mixes[program].get(number),
         )
         for at, result in zip(call.outputs, OPERATIONS[call.op](step), strict=True):
             buffer = self._buffer(at)

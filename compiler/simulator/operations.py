@@ -97,7 +97,14 @@ def _moe_layer(s: Step) -> Results:
     (h,) = _norm(replace(s, weights=s.weights[:2]))
     routed = complete_params(Op.ROUTE, {name: s.params[name] for name in ("k", "order")})
     index, gate, *entropy = moe.route(
-        replace(s, inputs=(h,), weights=s.weights[2:4], params=routed, sizes=s.sizes[1:])
+        replace(
+            s,
+            inputs=(h,),
+            weights=s.weights[2:4],
+            weight_ids=s.weight_ids[2:4],
+            params=routed,
+            sizes=s.sizes[1:],
+        )
     )
     mixed = replace(
         s,

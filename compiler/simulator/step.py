@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from compiler.contract.native_errors import ContextFullError, ContextLostError
 from compiler.simulator.numerics import Numerics
 from compiler.simulator.pages import Pages
+from compiler.simulator.steering import Steers
 
 Array = NDArray[Any]
 Results = tuple[Array, ...]
@@ -96,6 +97,8 @@ class Step:
         pages: Which experts are in memory.
         ran: Receives the numbers of the w_in weights of experts that ran.
         checked: Is told whether the call's run-time check held.
+        steers: What routers are steered by; without a record nothing.
+        mixes: First weights of the experts that this call's router chooses; None = not steered.
     """
 
     numerics: Numerics
@@ -108,6 +111,8 @@ class Step:
     ran: set[int] = field(default_factory=set)
     pages: Pages = field(default_factory=Pages)
     checked: Callable[[bool], None] = _forget
+    steers: Steers = field(default_factory=Steers)
+    mixes: tuple[int, ...] | None = None
 
     def source(self, at: int) -> Array:
         """Return a present operand."""
