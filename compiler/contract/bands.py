@@ -112,6 +112,11 @@ class Bands:
         """Names of the variants, each once, in order of entropy."""
         return tuple(dict.fromkeys(band.program for band in self.bands if band.program != STEP))
 
+    @property
+    def fewest(self) -> str:
+        """Name of the program that takes the fewest experts; `step` if none takes fewer."""
+        return min(self.bands, key=lambda band: band.top_k).program
+
     def to_bytes(self) -> bytes:
         """Return the canonical bytes of the section."""
         rows: list[Json] = [
@@ -278,12 +283,6 @@ class BandedRunner(RunnerBefore):
         self.state = BandState()
         self.ran: dict[str, int] = {}
         self.fewest = False
-        self._fewest = min(bands.bands, key=lambda band: band.top_k).program
-
-    @property
-    def has_fewer(self) -> bool:
-        """Whether a variant takes fewer experts than `step`."""
-        return self._fewest != STEP
 
     def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
         """Run a program; see `PlanRunner.run`."""
@@ -291,7 +290,7 @@ class BandedRunner(RunnerBefore):
             return self._runner.run(program, inputs)
         band = self.state.band
         chosen = STEP if band is None else self._bands.bands[band].program
-        chosen = self._fewest if self.fewest else chosen
+        chosen = self._bands.fewest if self.fewest else chosen
         outputs = self._runner.run(chosen, inputs)
         self.ran[chosen] = self.ran.get(chosen, 0) + 1
         self.state = next_band(self._bands, self.state, mean_entropy(outputs))

@@ -22,6 +22,7 @@ from compiler.contract.bands import (
     verify_bands,
 )
 from compiler.contract.canonical import Json
+from compiler.contract.ladder import require_ladder
 from compiler.contract.plan import Plan, parse_plan
 from compiler.driver import band_trial
 from compiler.driver.band_trial import Trial, read_trial, top_k_of, trial_bytes, try_bands
@@ -92,7 +93,9 @@ class Banded:
             ContractError: They contradict each other: a defect of the emitter.
         """
         if BANDS in self.sections:
-            verify_bands(plan, parse_bands(self.sections[BANDS]))
+            bands = parse_bands(self.sections[BANDS])
+            verify_bands(plan, bands)
+            require_ladder(plan, bands)
 
 
 def band_module(

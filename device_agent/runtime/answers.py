@@ -18,7 +18,7 @@ from compiler.contract.policy import PLAIN
 from compiler.contract.session import Buffer, PlanRunner, RunnerBefore, Session
 from device_agent.errors import AnswerError, RequestError
 from device_agent.runtime.bundle import ClosableRunner, LoadedBundle
-from device_agent.runtime.degrade_keeper import DegradeKeeper
+from device_agent.runtime.degrade_keeper import DegradeKeeper, rungs_of
 from device_agent.runtime.faults import AS_ASKED, FaultKind, Way, kind_of
 from device_agent.runtime.keeper import PolicyKeeper
 from device_agent.runtime.sentinel import SentinelRunner
@@ -159,9 +159,11 @@ class BundleAnswerer:
         self._degrade = degrade
         self._pager = pager
         self._pipeline: Pipeline = bundle.pipeline
+        self._ladder = bundle.ladder
         self._native: ClosableRunner = bundle.runner
         self._runner = TimeoutRunner(bundle.runner, monotonic)
         watched = SentinelRunner(self._runner, bundle.pipeline)
+        self._bands = bundle.bands
         self._banded = None if bundle.bands is None else BandedRunner(watched, bundle.bands)
         self._session = Session(self._banded or watched, bundle.pipeline)
         self._timeout_s = timeout_s
@@ -179,7 +181,10 @@ class BundleAnswerer:
         if self._keeper is not None:
             facts["policy_now"] = self._keeper.facts()
         if self._degrade is not None:
-            facts["degrade"] = self._degrade.facts()
+            facts["degrade"] = {
+                **self._degrade.facts(),
+                "planned_bytes": {rung.name.lower(): size for rung, size in self._ladder.items()},
+            }
         if self._banded is not None:
             facts["steps"] = dict(self._banded.ran)
         return facts
@@ -192,11 +197,7 @@ class BundleAnswerer:
     @property
     def rungs(self) -> frozenset[Rung]:
         """Return the rungs that this bundle has here; a way beyond them changes nothing."""
-        has = {
-            Rung.NO_PREFETCH: self._pager is not None,
-            Rung.FEWER_EXPERTS: self._banded is not None and self._banded.has_fewer,
-        }
-        return frozenset({Rung.NORMAL, *(rung for rung, there in has.items() if there)})
+        return frozenset(rungs_of(self._bands, is_paged=self._pager is not None))
 
     def understands(self, question: Question) -> bool:
         """Return whether the model knows every word and the size of the picture."""
@@ -240,7 +241,7 @@ class BundleAnswerer:
             reasons,
         )
         if self._degrade is not None and fault is not FaultKind.BAD_INPUT:
-            self._degrade.answered(failed=record.failed)
+            self._degrade.answered(failed=record.failed, latency_ms=latency_ms)
         return record
 
     def close(self) -> None:

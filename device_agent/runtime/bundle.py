@@ -13,13 +13,15 @@ from typing import Final, Protocol
 
 from compiler.contract.bands import Bands, parse_bands, verify_bands
 from compiler.contract.canonical import sha256_hex
+from compiler.contract.degrade import Rung
 from compiler.contract.errors import ContractError
+from compiler.contract.ladder import require_ladder
 from compiler.contract.manifest import MAX_MANIFEST_BYTES, ReleaseManifest, parse_manifest
 from compiler.contract.native import NativePlan
 from compiler.contract.native_policy import PolicySeat
 from compiler.contract.native_weights import LoadedWeights
 from compiler.contract.pipeline import Pipeline, parse_pipeline
-from compiler.contract.plan import parse_plan
+from compiler.contract.plan import Plan, parse_plan
 from compiler.contract.planes import MAX_SECTION_BYTES
 from compiler.contract.policy import PLAIN, Policy, parse_policy
 from compiler.contract.pooled_weights import PooledWeights
@@ -90,6 +92,7 @@ class LoadedBundle:
         policy: How its calls run; a bundle without one leaves nothing to choose.
         bands: Its variants of `step` and when they run; None if it has no variant.
         sections: SHA-256 and length of every section, as the manifest signs for them.
+        ladder: What a step needs of weights on each rung, bytes.
     """
 
     manifest_sha256: str
@@ -99,6 +102,7 @@ class LoadedBundle:
     policy: Policy = PLAIN
     bands: Bands | None = None
     sections: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    ladder: Mapping[Rung, int] = field(default_factory=dict)
 
 
 def read_manifest(store: ObjectStore, sha256: str, size_bytes: int) -> ReleaseManifest:
@@ -214,24 +218,21 @@ def _load(
         bands = parse_bands(bytes(views[BANDS])) if BANDS in views else None
         sections = {item.component: (item.sha256, item.size_bytes) for item in manifest.sections}
         digests = {name: sha256 for name, (sha256, _) in sections.items()}
-        runner = _start(views, bands, digests, WeightPool() if pool is None else pool)
+        plan = _plan(views, bands)
+        ladder = require_ladder(plan, bands)
+        weights = (WeightPool() if pool is None else pool).load(plan, digests, views)
+        runner = NativePlan(bytes(views[KERNELS]), bytes(views[PLAN]), weights)
     except (ContractError, OSError) as error:
         hint = error.hint if isinstance(error, ContractError) else ""
         raise BundleError(f"the plan does not load: {error}", hint=hint) from error
     self_test = bytes(views[SELF_TEST])
-    return LoadedBundle(sha256, runner, pipeline, self_test, policy, bands, sections)
+    return LoadedBundle(sha256, runner, pipeline, self_test, policy, bands, sections, ladder)
 
 
-def _start(
-    views: Mapping[str, memoryview],
-    bands: Bands | None,
-    digests: Mapping[str, str],
-    pool: WeightPool,
-) -> ClosableRunner:
+def _plan(views: Mapping[str, memoryview], bands: Bands | None) -> Plan:
     plan = parse_plan(bytes(views[PLAN]))
     if SCHEDULE in views:
         verify_schedule(plan, parse_schedule(bytes(views[SCHEDULE])))
     if bands is not None:
         verify_bands(plan, bands)
-    weights = pool.load(plan, digests, views)
-    return NativePlan(bytes(views[KERNELS]), bytes(views[PLAN]), weights)
+    return plan

@@ -1,9 +1,10 @@
 """Keeps a running bundle on the right rung: looks at the machine between answers, moves by rule.
 
-    sensors, counts of answers -> Observation -> `degrade_step` -> rung -> the plan's variant
+    sensors, answers, expert pool -> Observation -> `degrade_step` -> rung -> the plan's variant
 
-The answering thread asks before each answer; the machine is looked at once a second at most. Today
-a bundle has a rung below NORMAL only if it carries variants of `step` with fewer experts (`bands`).
+The answering thread asks before each answer; the machine is looked at once a second at most. A
+bundle has rungs below NORMAL if it carries variants of `step` with fewer experts (`bands`), and if
+its experts are paged in on this device.
 """
 
 import logging
@@ -16,6 +17,7 @@ from compiler.contract.degrade import Rule, Rung, parse_rules, rules_bytes
 from compiler.contract.rule_language import comparisons
 from device_agent.probe import sensors
 from device_agent.runtime.degrade import Counter, DegradeState, Observation, degrade_step
+from device_agent.runtime.signals import LatencyWindow, PoolSignals, no_pool
 
 log = logging.getLogger("device_agent.runtime")
 
@@ -46,10 +48,19 @@ DEFAULT_RULES: Final[tuple[Rule, ...]] = parse_rules(
 """For a device without rules of its own. Temperature is that of the hottest zone, the die's."""
 
 
-def rungs_of(bands: Bands | None) -> tuple[Rung, ...]:
-    """Return the rungs that a bundle has."""
-    fewer = bands is not None and bands.programs
-    return (Rung.NORMAL, Rung.FEWER_EXPERTS) if fewer else (Rung.NORMAL,)
+def rungs_of(bands: Bands | None, *, is_paged: bool = False) -> tuple[Rung, ...]:
+    """Return the rungs that a bundle has here.
+
+    Args:
+        bands: Of the bundle.
+        is_paged: Whether its experts are fetched, ahead or when needed, rather than all in memory.
+    """
+    has = {
+        Rung.NORMAL: True,
+        Rung.NO_PREFETCH: is_paged,
+        Rung.FEWER_EXPERTS: bands is not None and bool(bands.programs),
+    }
+    return tuple(rung for rung, there in has.items() if there)
 
 
 def machine_gauges(root: Path = sensors.ROOT) -> dict[str, float | None]:
@@ -72,6 +83,7 @@ class DegradeKeeper:
         rungs: Sequence[Rung],
         monotonic: Callable[[], float],
         gauges: Gauges = machine_gauges,
+        pool: PoolSignals = no_pool,
     ) -> None:
         """Start at NORMAL.
 
@@ -80,9 +92,11 @@ class DegradeKeeper:
             rungs: Those of the bundle, see `rungs_of`.
             monotonic: Clock in seconds.
             gauges: Reads the sensors.
+            pool: Says how the expert pool does.
         """
         self._rules, self._rungs = tuple(rules), tuple(rungs)
-        self._monotonic, self._gauges = monotonic, gauges
+        self._monotonic, self._gauges, self._pool = monotonic, gauges, pool
+        self._latencies = LatencyWindow()
         self._state = DegradeState()
         self._looked_at: float | None = None
         self._faults = self._own_faults = self._moves = 0
@@ -94,9 +108,9 @@ class DegradeKeeper:
         if len(self._rungs) < 2 or not self._is_due(now):
             return self._state.rung
         self._looked_at = now
-        faults = Counter(self._faults, self._own_faults)
-        seen = Observation(self._gauges(), {"faults": faults})
-        self._state, move = degrade_step(self._state, self._rules, self._rungs, seen, now)
+        self._state, move = degrade_step(
+            self._state, self._rules, self._rungs, self._observed(now), now
+        )
         if move is not None:
             self._moves += 1
             self._last_rule = move.rule or self._last_rule
@@ -104,8 +118,19 @@ class DegradeKeeper:
             log.warning("%s -> %s: %s", move.before.name, move.after.name, why)
         return self._state.rung
 
-    def answered(self, *, failed: bool) -> None:
+    def _observed(self, now: float) -> Observation:
+        pool = self._pool()
+        p99 = self._latencies.p99(now)
+        faults = Counter(self._faults, self._own_faults)
+        return Observation(
+            {**self._gauges(), **pool.gauges, "answer_p99": p99},
+            {**pool.counters, "faults": faults},
+        )
+
+    def answered(self, *, failed: bool, latency_ms: float | None = None) -> None:
         """Count an answer; a failure below NORMAL may be our own doing."""
+        if latency_ms is not None:
+            self._latencies.add(self._monotonic(), latency_ms)
         self._faults += failed
         self._own_faults += failed and self._state.rung is not Rung.NORMAL
 

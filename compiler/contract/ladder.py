@@ -1,0 +1,83 @@
+"""The rungs of one bundle and the bytes of each: what a step must have of weights, at most.
+
+    plan + bands -(planned_bytes)-> rung -> bytes      each rung needs less than the one above
+
+Nothing of it is stored: compiler and device compute it from the plan, so a bundle cannot claim a
+rung that saves nothing. The compiler refuses to write one, the device to load one. Pure.
+"""
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Final
+
+from compiler.contract.bands import STEP, Bands
+from compiler.contract.degrade import Rung, require_falling
+from compiler.contract.expert_pages import PAGE_OPS, experts_of, first_expert_weight
+from compiler.contract.operations import Op
+from compiler.contract.plan import Plan, PlanCall, PlanProgram
+
+_INDEX: Final = 1
+"""Input of EXPERTS with the chosen experts, one column for each."""
+
+
+def planned_bytes(plan: Plan, bands: Bands | None) -> dict[Rung, int]:
+    """Return what one step for one token needs of weights, by rung that the bundle has.
+
+    Fetching ahead needs room for experts that are perhaps not chosen; a rung keeps what the one
+    before gave up. A bundle without `step` has no rungs and no bytes.
+    """
+    programs = {program.name: program for program in plan.programs}
+    if STEP not in programs:
+        return {}
+    found = {Rung.NORMAL: step_bytes(plan, programs[STEP], ahead=True)}
+    if any(call.op is Op.EXPERT_PREFETCH for call in programs[STEP].calls):
+        found[Rung.NO_PREFETCH] = step_bytes(plan, programs[STEP], ahead=False)
+    if bands is not None and bands.programs:
+        fewest = programs[bands.fewest]
+        found[Rung.FEWER_EXPERTS] = step_bytes(plan, fewest, ahead=False)
+    return found
+
+
+def require_ladder(plan: Plan, bands: Bands | None) -> Mapping[Rung, int]:
+    """Return the planned bytes of a bundle whose rungs all save some.
+
+    Raises:
+        ContractError: A rung does not.
+    """
+    found = planned_bytes(plan, bands)
+    if found:
+        require_falling(found)
+    return found
+
+
+def step_bytes(plan: Plan, program: PlanProgram, *, ahead: bool) -> int:
+    """Return what a run for one token needs of weights, bytes: each once, the largest experts.
+
+    Args:
+        plan: Has the weights.
+        program: Of the plan.
+        ahead: Whether experts that are fetched ahead count.
+    """
+    held = {at for call in program.calls for at in _always(call) if at >= 0}
+    total = sum(plan.weights[at].length for at in held)
+    for call in program.calls:
+        sizes = sorted(sum(plan.weights[at].length for at in one) for one in experts_of(call))
+        if call.op in PAGE_OPS:
+            total += sum(sizes) if ahead and call.op is Op.EXPERT_PREFETCH else 0
+        elif sizes:
+            total += sum(sizes[-_chosen(plan, call) :])
+    return total
+
+
+def _always(call: PlanCall) -> tuple[int, ...]:
+    """Return the weights of a call that every token needs."""
+    experts = set(chain.from_iterable(experts_of(call)))
+    first = first_expert_weight(call.op)
+    return call.weights if first is None else tuple(at for at in call.weights if at not in experts)
+
+
+def _chosen(plan: Plan, call: PlanCall) -> int:
+    """Return how many experts a token takes in a call."""
+    if call.op is Op.MOE_LAYER:
+        return int(call.params["k"])
+    return plan.buffers[call.inputs[_INDEX]].cols
