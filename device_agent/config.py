@@ -66,6 +66,7 @@ class AgentConfig:
             `off` = anywhere, or a list such as `4-7`.
         degrade_rules: File of rules `sparsefleet.degrade/1`: when this device does less. Empty =
             `device_agent.runtime.degrade_keeper.DEFAULT_RULES`.
+        tdp_w: Power budget of this device, watts; 0 = unknown. Shown beside what answers take.
     """
 
     server_url: str = "http://127.0.0.1:8000"
@@ -107,6 +108,7 @@ class AgentConfig:
     threads: int = 0
     cpus: str = AUTO
     degrade_rules: str = ""
+    tdp_w: float = 0.0
 
     def __post_init__(self) -> None:
         _require_valid(self)
@@ -235,6 +237,7 @@ _NOT_NEGATIVE: Final = (
     "probation_answers",
     "reserve_bytes",
     "min_rate_bytes_s",
+    "tdp_w",
 )
 _POSITIVE: Final = (
     "telemetry_s",

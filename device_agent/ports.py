@@ -36,6 +36,7 @@ def native_engine(store: ObjectStore, config: AgentConfig) -> NativeEngine:
         config.threads,
         config.cpus,
         rules=degrade_rules(config),
+        tdp_w=config.tdp_w,
     )
 
 

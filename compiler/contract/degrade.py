@@ -38,6 +38,7 @@ SIGNALS: Final[Mapping[str, Signal]] = MappingProxyType(
         "memory_pressure": Signal(SignalKind.GAUGE, "%"),
         "fragmentation": Signal(SignalKind.GAUGE, "%"),
         "battery": Signal(SignalKind.GAUGE, "%"),
+        "power": Signal(SignalKind.GAUGE, "W"),
         "answer_p99": Signal(SignalKind.GAUGE, "ms"),
         "expert_misses": Signal(SignalKind.GAUGE, "%"),
         "faults": Signal(SignalKind.COUNTER),

@@ -7,6 +7,7 @@ rung that saves nothing. The compiler refuses to write one, the device to load o
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
@@ -18,6 +19,14 @@ from compiler.contract.plan import Plan, PlanCall, PlanProgram
 
 _INDEX: Final = 1
 """Input of EXPERTS with the chosen experts, one column for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramWork:
+    """What one run needs: bytes of weights, and multiplications and additions per dynamic row."""
+
+    weight_bytes: int
+    operations: int
 
 
 def planned_bytes(plan: Plan, bands: Bands | None) -> dict[Rung, int]:
@@ -67,6 +76,28 @@ def step_bytes(plan: Plan, program: PlanProgram, *, ahead: bool) -> int:
         elif sizes:
             total += sum(sizes[-_chosen(plan, call) :])
     return total
+
+
+def program_work(plan: Plan) -> dict[str, ProgramWork]:
+    """Return the work of each program: weights read once, each used once per row of the result."""
+    return {
+        program.name: ProgramWork(
+            step_bytes(plan, program, ahead=False),
+            sum(_operations(plan, call) for call in program.calls if call.op not in PAGE_OPS),
+        )
+        for program in plan.programs
+    }
+
+
+def _operations(plan: Plan, call: PlanCall) -> int:
+    def products(weights: tuple[int, ...]) -> int:
+        return sum(plan.weights[at].rows * plan.weights[at].cols for at in weights if at >= 0)
+
+    result = plan.buffers[call.outputs[0]] if call.outputs else None
+    rows = 1 if result is None or result.dynamic else result.rows
+    experts = sorted(products(one) for one in experts_of(call))
+    chosen = sum(experts[-_chosen(plan, call) :]) if experts else 0
+    return 2 * rows * (products(_always(call)) + chosen)
 
 
 def _always(call: PlanCall) -> tuple[int, ...]:

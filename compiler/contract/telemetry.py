@@ -8,6 +8,7 @@ so it is associative, order-free and exact; the relative error of a quantile is 
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeGuard
@@ -23,9 +24,21 @@ BUCKETS_PER_OCTAVE: Final = 32
 MIN_INDEX: Final = -1_024  # 2^-32
 MAX_INDEX: Final = 1_024  # 2^32
 MAX_ANSWERS_PER_BATCH: Final = 1_000_000
-GAUGES: Final = ("threads", "weight_bytes", "huge_weight_bytes")
-"""What a batch may say of the running code: threads that share an answer, bytes of its weights, and
-how many of them lie on huge pages (left out where the system does not say)."""
+GAUGES: Final = (
+    "threads",
+    "weight_bytes",
+    "huge_weight_bytes",
+    "rung",
+    "rules_revision",
+    "energy_uj_per_answer",
+    "energy_is_model",
+    "battery_j_per_active_hour",
+    "battery_millipercent_per_active_hour",
+)
+"""What a batch may say of the running code; `docs/formats/telemetry.md` says what each one is. What
+a device does not know is left out."""
+MAX_REASONS: Final = 32
+REASON: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 MAX_SUM: Final = (1 << 53) - 1  # stored sums stop here: exact in JSON, far below 63 bits
 
 
@@ -147,6 +160,8 @@ class TelemetryBatch:
         latency_ms: Sketch of whole-answer latency in milliseconds.
         rollout_id, stage, arm: As told by the last poll answer; null and empty outside a rollout.
         gauges: The present values of those of `GAUGES` that are known.
+        degraded_by: Degraded answers by reason: kinds of faults, signals of rules. An answer may
+            have several.
     """
 
     boot_id: str
@@ -162,6 +177,7 @@ class TelemetryBatch:
     degraded: int
     latency_ms: Sketch
     gauges: Mapping[str, int] = field(default_factory=dict)
+    degraded_by: Mapping[str, int] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the canonical JSON body."""
@@ -181,6 +197,7 @@ class TelemetryBatch:
                 "degraded": self.degraded,
                 "latency_ms": self.latency_ms.to_json(),
                 "gauges": dict(self.gauges),
+                "degraded_by": dict(self.degraded_by),
             }
         )
 
@@ -208,6 +225,7 @@ def parse_batch(data: bytes) -> TelemetryBatch:
         arm=_arm(document),
         latency_ms=sketch_from_json(document.get("latency_ms")),
         gauges=_gauges(document.get("gauges", {})),
+        degraded_by=_reasons(document.get("degraded_by", {})),
         **counts,
     )
     _require_consistent(batch)
@@ -241,12 +259,22 @@ def _gauges(value: Json) -> dict[str, int]:
     return known_gauges(value)
 
 
+def _reasons(value: Json) -> dict[str, int]:
+    if not isinstance(value, dict) or len(value) > MAX_REASONS:
+        raise ContractError(f"degraded_by must be an object of at most {MAX_REASONS} reasons")
+    for name in value:
+        if REASON.fullmatch(name) is None:
+            raise ContractError(f"reason {name[:40]!r} must match {REASON.pattern}")
+    return {name: integer(value, name, MAX_ANSWERS_PER_BATCH) for name in value}
+
+
 def _is_gauge(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SUM
 
 
 def _require_consistent(batch: TelemetryBatch) -> None:
-    parts = (batch.failures, batch.scored, batch.degraded, batch.latency_ms.count)
+    reasons = max(batch.degraded_by.values(), default=0)
+    parts = (batch.failures, batch.scored, batch.degraded, batch.latency_ms.count, reasons)
     if max(parts) > batch.answers or batch.correct > batch.scored:
         raise ContractError("telemetry counts contradict each other")
 

@@ -19,7 +19,13 @@ from dashboards.kpis import device_kpis
 from dashboards.pages import page, sentence, show
 from dashboards.paging import slice_below
 from dashboards.reports import cell_text, title_of
-from fleet.selectors.device_pages import device_page, device_rows, device_state_counts, seen_at
+from fleet.selectors.device_pages import (
+    below_normal_count,
+    device_page,
+    device_rows,
+    device_state_counts,
+    seen_at,
+)
 from fleet.selectors.poll import device_explain
 from fleet.services.enrolment import device_admit
 from fleet.states import DeviceEvent
@@ -51,6 +57,7 @@ def _list(request: HttpRequest, actor: Actor) -> HttpResponse:
         "slice": found,
         "rows": [(device, seen_at(device)) for device in found.rows],
         "counts": device_state_counts(),
+        "below_normal": below_normal_count(),
         "targets": target_list(),
     }
     return show(request, actor, "device_list", context, fragment="_device_rows")

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Final
 
 from compiler.contract.fingerprint import Fingerprint
-from device_agent.probe import sensors, speed
+from device_agent.probe import power, sensors, speed
 
 BUDGET_S: Final = 0.2
 STORAGE_SHARE: Final = 0.75
 """Of the budget may be used up when storage begins; memory, which varies least, comes first."""
 NO_SENSOR: Final = "no sensor"
+NO_COUNTER: Final = "no counter: a model estimates energy, unverified"
 NOT_MEASURED: Final = "not measured in time, or nothing to measure on"
 GIGA: Final = 1e9
 MEGA: Final = 1e6
@@ -126,6 +127,7 @@ class HardwareProbe:
             "battery": _known(battery.percent if battery else None, "%"),
             "battery_left": _known(battery.joules if battery else None, "J"),
             "battery_drain": _known(watts, "W"),
+            "energy_counter": _known(_energy_counter(root), reason=NO_COUNTER),
             "accelerators": _known(", ".join(sensors.accelerators(root)) or "none"),
         }
 
@@ -137,6 +139,13 @@ class HardwareProbe:
             "memory_bandwidth": _known(_per(memory, GIGA), "GB/s", NOT_MEASURED),
             "storage_read": _known(_per(storage, MEGA), "MB/s", NOT_MEASURED),
         }
+
+
+def _energy_counter(root: Path) -> str | None:
+    """Return what says how much energy answers take."""
+    if power.rapl(root) is not None:
+        return "rapl"
+    return None if power.battery_watts(root) is None else "battery"
 
 
 def _known(value: Value | None, unit: str = "", reason: str = NO_SENSOR) -> Reading:

@@ -19,9 +19,11 @@ from compiler.contract.session import Buffer, PlanRunner, RunnerBefore, Session
 from device_agent.errors import AnswerError, RequestError
 from device_agent.runtime.bundle import ClosableRunner, LoadedBundle
 from device_agent.runtime.degrade_keeper import DegradeKeeper, rungs_of
+from device_agent.runtime.energy import EnergyMeter, Work
 from device_agent.runtime.faults import AS_ASKED, FaultKind, Way, kind_of
 from device_agent.runtime.keeper import PolicyKeeper
 from device_agent.runtime.sentinel import SentinelRunner
+from device_agent.runtime.work import WorkRunner
 
 log = logging.getLogger("device_agent.runtime")
 
@@ -138,6 +140,7 @@ class BundleAnswerer:
         keeper: PolicyKeeper | None = None,
         degrade: DegradeKeeper | None = None,
         pager: PagerSwitch | None = None,
+        energy: EnergyMeter | None = None,
     ) -> None:
         """Start a session; `keeper` and `degrade` see every answer and keep policy and rung.
 
@@ -149,6 +152,7 @@ class BundleAnswerer:
             keeper: Of the policy.
             degrade: Of the rung.
             pager: Where experts come from, if they are paged; already told to the plan.
+            energy: Says what answers cost.
 
         Raises:
             ContractError: The bundle does not answer in words.
@@ -158,11 +162,13 @@ class BundleAnswerer:
         self._keeper = keeper
         self._degrade = degrade
         self._pager = pager
+        self._energy = energy
         self._pipeline: Pipeline = bundle.pipeline
         self._ladder = bundle.ladder
         self._native: ClosableRunner = bundle.runner
         self._runner = TimeoutRunner(bundle.runner, monotonic)
-        watched = SentinelRunner(self._runner, bundle.pipeline)
+        self._work = WorkRunner(self._runner, bundle.pipeline, bundle.work)
+        watched = SentinelRunner(self._work, bundle.pipeline)
         self._bands = bundle.bands
         self._banded = None if bundle.bands is None else BandedRunner(watched, bundle.bands)
         self._session = Session(self._banded or watched, bundle.pipeline)
@@ -181,12 +187,16 @@ class BundleAnswerer:
         if self._keeper is not None:
             facts["policy_now"] = self._keeper.facts()
         if self._degrade is not None:
+            facts["rung"] = int(self._degrade.present)
             facts["degrade"] = {
                 **self._degrade.facts(),
                 "planned_bytes": {rung.name.lower(): size for rung, size in self._ladder.items()},
             }
         if self._banded is not None:
             facts["steps"] = dict(self._banded.ran)
+        if self._energy is not None:
+            facts["energy"] = self._energy.facts()
+            facts |= self._energy.gauges()
         return facts
 
     @property
@@ -216,11 +226,18 @@ class BundleAnswerer:
             limit_s: Stop earlier than the time of an answer says, seconds.
         """
         reasons = self._take_rung(way)
+        if self._energy is not None:
+            self._energy.begin()
         start = self._monotonic()
         limit_s = min(limit_s, self._timeout_s)
         self._runner.deadline = start + limit_s
         words, outcome, detail, fault = self._attempt(question, way)
         latency_ms = (self._monotonic() - start) * _SECOND_MS
+        if self._keeper is not None:
+            self._keeper.answered()
+        weight_bytes, operations = self._work.take()
+        if self._energy is not None:
+            self._energy.answered(Work(latency_ms / _SECOND_MS, weight_bytes, operations))
         if outcome is Outcome.ENDED and latency_ms > limit_s * _SECOND_MS:
             outcome, detail, fault = Outcome.TIMEOUT, f"took {latency_ms:.0f} ms", FaultKind.TIMEOUT
         if fault is FaultKind.TIMEOUT:

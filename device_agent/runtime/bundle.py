@@ -15,7 +15,7 @@ from compiler.contract.bands import Bands, parse_bands, verify_bands
 from compiler.contract.canonical import sha256_hex
 from compiler.contract.degrade import Rung
 from compiler.contract.errors import ContractError
-from compiler.contract.ladder import require_ladder
+from compiler.contract.ladder import ProgramWork, program_work, require_ladder
 from compiler.contract.manifest import MAX_MANIFEST_BYTES, ReleaseManifest, parse_manifest
 from compiler.contract.native import NativePlan
 from compiler.contract.native_policy import PolicySeat
@@ -93,6 +93,7 @@ class LoadedBundle:
         bands: Its variants of `step` and when they run; None if it has no variant.
         sections: SHA-256 and length of every section, as the manifest signs for them.
         ladder: What a step needs of weights on each rung, bytes.
+        work: What one run of each program needs.
     """
 
     manifest_sha256: str
@@ -103,6 +104,7 @@ class LoadedBundle:
     bands: Bands | None = None
     sections: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     ladder: Mapping[Rung, int] = field(default_factory=dict)
+    work: Mapping[str, ProgramWork] = field(default_factory=dict)
 
 
 def read_manifest(store: ObjectStore, sha256: str, size_bytes: int) -> ReleaseManifest:
@@ -226,7 +228,8 @@ def _load(
         hint = error.hint if isinstance(error, ContractError) else ""
         raise BundleError(f"the plan does not load: {error}", hint=hint) from error
     self_test = bytes(views[SELF_TEST])
-    return LoadedBundle(sha256, runner, pipeline, self_test, policy, bands, sections, ladder)
+    work = program_work(plan)
+    return LoadedBundle(sha256, runner, pipeline, self_test, policy, bands, sections, ladder, work)
 
 
 def _plan(views: Mapping[str, memoryview], bands: Bands | None) -> Plan:

@@ -102,6 +102,11 @@ class DegradeKeeper:
         self._faults = self._own_faults = self._moves = 0
         self._last_rule = ""
 
+    @property
+    def present(self) -> Rung:
+        """The rung of the last answer; looks at nothing."""
+        return self._state.rung
+
     def rung(self) -> Rung:
         """Return the rung of the next answer; looks at the machine if it is time to."""
         now = self._monotonic()

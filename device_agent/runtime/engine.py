@@ -14,7 +14,13 @@ from device_agent.errors import BundleError, SelfTestFailedError
 from device_agent.runtime.affinity import AUTO
 from device_agent.runtime.answers import Answerer, BundleAnswerer
 from device_agent.runtime.bundle import LoadedBundle, load_bundle
-from device_agent.runtime.degrade_keeper import DEFAULT_RULES, DegradeKeeper, rungs_of
+from device_agent.runtime.degrade_keeper import (
+    DEFAULT_RULES,
+    DegradeKeeper,
+    machine_gauges,
+    rungs_of,
+)
+from device_agent.runtime.energy import EnergyMeter
 from device_agent.runtime.guard import InferenceGuard, Opened
 from device_agent.runtime.heat import CriticalHeat
 from device_agent.runtime.scrubber import Scrubber
@@ -60,6 +66,7 @@ class NativeEngine:
         weights: Those in memory: a bundle that changes only code or tape shares them with the one
             that runs, so it starts without copying them.
         rules: When a bundle does less.
+        tdp_w: Power budget of the device, watts; 0 = it was not told.
     """
 
     store: ObjectStore
@@ -70,6 +77,7 @@ class NativeEngine:
     cpus: str = AUTO
     weights: WeightPool = field(default_factory=WeightPool)
     rules: tuple[Rule, ...] = DEFAULT_RULES
+    tdp_w: float = 0.0
 
     def self_test(self, pointer: Pointer) -> None:
         """Run the self-test in a child; see `Engine`."""
@@ -119,6 +127,7 @@ class _Opening:
     def __init__(self, engine: NativeEngine, pointer: Pointer) -> None:
         self._engine, self._pointer = engine, pointer
         self._degrade: DegradeKeeper | None = None
+        self._energy = EnergyMeter(tdp_watts=engine.tdp_w or None)
 
     def open(self) -> Opened:
         """Load it.
@@ -132,18 +141,22 @@ class _Opening:
             tuned = engine.tune(bundle)
             if self._degrade is None:
                 rungs = rungs_of(bundle.bands)
-                self._degrade = DegradeKeeper(engine.rules, rungs, time.monotonic)
+                self._degrade = DegradeKeeper(engine.rules, rungs, time.monotonic, self._gauges)
             answerer = BundleAnswerer(
                 bundle,
                 engine.answer_timeout_s,
                 facts=tuned.facts,
                 keeper=tuned.keeper,
                 degrade=self._degrade,
+                energy=self._energy,
             )
         except ContractError as error:
             bundle.runner.close()
             raise BundleError(f"the bundle does not answer: {error}") from error
         return Opened(answerer, scrubber_of(engine.store, bundle))
+
+    def _gauges(self) -> dict[str, float | None]:
+        return {**machine_gauges(), "power": self._energy.watts()}
 
 
 def scrubber_of(store: ObjectStore, bundle: LoadedBundle) -> Scrubber:

@@ -2,6 +2,7 @@
 
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -36,6 +37,7 @@ class _Counts:
     scored: int = 0
     correct: int = 0
     degraded: int = 0
+    degraded_by: Counter[str] = field(default_factory=Counter)
     latency_ms: Sketch = field(default_factory=Sketch)
 
 
@@ -65,6 +67,7 @@ class Counters:
                 counts.scored += record.correct is not None
                 counts.correct += record.correct is True
                 counts.degraded += record.degraded
+                counts.degraded_by.update(record.reasons)
                 counts.latency_ms.add(record.latency_ms)
 
     def cut(self, running: str, facts: Mapping[str, object]) -> list[TelemetryBatch]:
@@ -93,6 +96,7 @@ class Counters:
                 degraded=counts.degraded,
                 latency_ms=counts.latency_ms,
                 gauges=gauges if manifest_sha256 == running else {},
+                degraded_by=dict(counts.degraded_by),
             )
             for position, ((manifest_sha256, tags), counts) in enumerate(counted.items())
         ]

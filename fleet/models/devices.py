@@ -129,12 +129,17 @@ class Heartbeat(models.Model):
 
 
 class DeviceStats(AnswerCounts):
-    """What one device measured while it ran one bundle, over all time; its newest gauges."""
+    """What one device measured while it ran one bundle, over all time; its newest gauges.
+
+    `degraded_by` adds up degraded answers by reason; `rung` is the newest gauge of that name.
+    """
 
     device = models.ForeignKey(Device, on_delete=models.CASCADE, related_name="stats")
     manifest_sha256 = models.CharField(max_length=64, db_index=True)
     updated_at = models.DateTimeField(null=True, blank=True)
     gauges = models.JSONField(default=dict, blank=True)
+    degraded_by = models.JSONField(default=dict, blank=True)
+    rung = models.PositiveSmallIntegerField(default=0, db_index=True)
 
     class Meta:
         constraints = (

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from django.core.exceptions import ObjectDoesNotExist
-from django.db.models import Count, Q, QuerySet
+from django.db.models import Count, F, Q, QuerySet
 
 from builds.common.errors import NotFoundError
 from builds.models import Bundle
+from compiler.contract.degrade import Rung
 from compiler.contract.telemetry import known_gauges, sketch_from_row
 from fleet.models import (
     Device,
@@ -43,7 +44,10 @@ class DeviceAnswers:
     """What one device measured with one bundle; `bundle` is None when we did not build it.
 
     `huge_share` is the share of its weights on huge pages; without them decoding takes about twice
-    as long. `threads` and `huge_share` are None when the device did not say.
+    as long. `threads` and `huge_share` are None when the device did not say, and so is `rung`, the
+    name of the one it stands on. `degraded_by` counts degraded answers by reason, most first.
+    `energy_mj` is of an answer, a model's estimate if `energy_is_model`; `drain` is percent of the
+    battery per active hour.
     """
 
     bundle: Bundle | None
@@ -52,6 +56,13 @@ class DeviceAnswers:
     p95_ms: float | None
     threads: int | None
     huge_share: float | None
+    rung: str | None
+    rules_revision: int | None
+    degraded: int
+    degraded_by: tuple[tuple[str, int], ...]
+    energy_mj: float | None
+    energy_is_model: bool
+    drain: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +95,8 @@ def device_rows(
         text: Part of name or serial, start of the device id, or a version that it runs.
         target: Name of a target.
         state: State of membership.
-        signal: `online` or `silent`, see `silence_limit`.
+        signal: `online` or `silent`, see `silence_limit`; `degraded`: does less than its bundle
+            asks for, as it last said.
         now: The current time.
     """
     devices = (
@@ -101,6 +113,8 @@ def device_rows(
         devices = devices.filter(heard)
     elif signal == "silent":
         devices = devices.filter(state=DeviceState.ACCEPTED.value).exclude(heard)
+    elif signal == "degraded":
+        devices = devices.filter(pk__in=_below_normal().values("device_id"))
     if text:
         devices = devices.filter(
             Q(name__icontains=text)
@@ -115,6 +129,19 @@ def device_state_counts() -> Mapping[str, int]:
     """Return how many devices are in each state. One query."""
     counts = dict(Device.objects.order_by().values_list("state").annotate(Count("pk")))
     return {state.value: counts.get(state.value, 0) for state in DeviceState}
+
+
+def below_normal_count() -> int:
+    """Return how many devices do less than their bundle asks for, as they last said. One query."""
+    return _below_normal().count()
+
+
+def _below_normal() -> QuerySet[DeviceStats]:
+    return DeviceStats.objects.filter(
+        rung__gt=Rung.NORMAL.value,
+        manifest_sha256=F("device__running_manifest_sha256"),
+        device__state=DeviceState.ACCEPTED.value,
+    )
 
 
 def device_page(*, device_pk: int) -> DeviceDetail:
@@ -199,10 +226,26 @@ def _answers(device: Device) -> tuple[DeviceAnswers, ...]:
             p95_ms=sketch_from_row(row.latency).quantile(0.95),
             threads=gauges.get("threads"),
             huge_share=_huge_share(gauges),
+            rung=_rung_name(gauges.get("rung")),
+            rules_revision=gauges.get("rules_revision"),
+            degraded=row.degraded,
+            degraded_by=tuple(sorted(row.degraded_by.items(), key=lambda item: (-item[1], item))),
+            energy_mj=_thousandth(gauges.get("energy_uj_per_answer")),
+            energy_is_model=gauges.get("energy_is_model") == 1,
+            drain=_thousandth(gauges.get("battery_millipercent_per_active_hour")),
         )
         for row in rows
         for gauges in [known_gauges(row.gauges)]
     )
+
+
+def _rung_name(value: int | None) -> str | None:
+    known = {rung.value for rung in Rung}
+    return None if value not in known else Rung(value).name.lower().replace("_", " ")
+
+
+def _thousandth(value: int | None) -> float | None:
+    return None if value is None else value / 1000
 
 
 def _huge_share(gauges: Mapping[str, int]) -> float | None:

@@ -7,13 +7,20 @@ the first answers after enrolment is kept out of the comparison in both arms (wa
 """
 
 import logging
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Final
 
 from django.db import IntegrityError, transaction
 
 from builds.common.clock import Clock, SystemClock
-from compiler.contract.telemetry import TelemetryBatch, saturating_sum, sketch_from_row
+from compiler.contract.degrade import Rung
+from compiler.contract.telemetry import (
+    MAX_REASONS,
+    TelemetryBatch,
+    saturating_sum,
+    sketch_from_row,
+)
 from fleet.models import (
     DeviceStats,
     EnrolmentStats,
@@ -50,6 +57,8 @@ def telemetry_ingest(*, device_pk: int, batch: TelemetryBatch, clock: Clock | No
     is_first = stats.updated_at is None or stats.updated_at < minute
     stats.updated_at = now
     stats.gauges = dict(batch.gauges) or stats.gauges
+    stats.rung = min(batch.gauges.get("rung", stats.rung), max(Rung))
+    stats.degraded_by = _merged(stats.degraded_by, batch.degraded_by)
     _add(stats, batch)
     counted = _enrolment_stats(device_pk, batch)
     if counted is not None:
@@ -75,6 +84,15 @@ def _is_new(device_pk: int, batch: TelemetryBatch, now: datetime) -> bool:
     except IntegrityError:
         return False
     return True
+
+
+def _merged(stored: Mapping[str, int], told: Mapping[str, int]) -> dict[str, int]:
+    """Return sums by reason, the first `MAX_REASONS` of them; a device makes up no more."""
+    found = dict(stored)
+    for name, count in told.items():
+        if name in found or len(found) < MAX_REASONS:
+            found[name] = saturating_sum(found.get(name, 0), count)
+    return found
 
 
 def _device_stats(device_pk: int, batch: TelemetryBatch) -> DeviceStats:

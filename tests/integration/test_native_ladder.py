@@ -8,7 +8,7 @@ from compiler.contract.bands import STEP, Band, Bands
 from compiler.contract.degrade import Rung
 from compiler.contract.errors import ContractError
 from compiler.contract.expert_pages import experts_of
-from compiler.contract.ladder import planned_bytes, require_ladder
+from compiler.contract.ladder import planned_bytes, program_work, require_ladder
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, parse_plan
 from compiler.emitters.bands import with_entropy, with_variants
@@ -73,3 +73,23 @@ def test_a_rung_that_saves_nothing_is_refused(plan: Plan) -> None:
     )
     with pytest.raises(ContractError, match="FEWER_EXPERTS needs"):
         require_ladder(lying, BANDS)
+
+
+def test_the_work_of_a_program_is_that_of_its_weights(plan: Plan) -> None:
+    work = program_work(plan)
+    assert set(work) == {program.name for program in plan.programs}
+    found = require_ladder(plan, BANDS)
+    assert work[STEP].weight_bytes == found[Rung.NO_PREFETCH]
+    assert work[NARROW].weight_bytes == found[Rung.FEWER_EXPERTS]
+    layers = [
+        call
+        for program in plan.programs
+        if program.name == STEP
+        for call in program.calls
+        if call.op in (Op.EXPERTS, Op.MOE_LAYER)
+    ]
+    one = sum(
+        max(sum(plan.weights[at].rows * plan.weights[at].cols for at in expert) for expert in named)
+        for named in map(experts_of, layers)
+    )
+    assert work[STEP].operations - work[NARROW].operations == 2 * one

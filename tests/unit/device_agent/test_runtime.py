@@ -390,10 +390,11 @@ class TestDoingLess:
         counters = Counters()
         record = AnswerRecord("a" * 64, (), Outcome.ENDED, None, 1.0)
         counters.record(record)
-        counters.record(replace(record, degraded=True))
+        counters.record(replace(record, degraded=True, reasons=("oom", "temperature")))
         assert counters.summary()["degraded"] == 1
         (batch,) = counters.cut("", {})
         assert (batch.answers, batch.degraded) == (2, 1)
+        assert batch.degraded_by == {"oom": 1, "temperature": 1}
 
 
 class TestRules:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from compiler.contract.telemetry import MAX_SUM, Sketch, TelemetryBatch
+from compiler.contract.telemetry import MAX_REASONS, MAX_SUM, Sketch, TelemetryBatch
 from fleet.cohorts import Candidate
 from fleet.models import (
     Device,
@@ -15,7 +15,7 @@ from fleet.models import (
     Rollout,
     TelemetryRollup,
 )
-from fleet.selectors.device_pages import device_page
+from fleet.selectors.device_pages import below_normal_count, device_page, device_rows
 from fleet.selectors.listing import answers_summary
 from fleet.services import tick
 from fleet.services.baselines import slow_limits
@@ -92,6 +92,37 @@ def test_the_newest_gauges_of_a_device_are_kept_and_shown(fleet):
     assert DeviceStats.objects.get(device=row.device).gauges == gauges
     answers = device_page(device_pk=row.device_id).answers[0]
     assert (answers.threads, answers.huge_share) == (2, 0.25)
+
+
+def test_a_device_says_on_which_rung_it_stands_and_why(fleet):
+    row = enrolment(Arm.CONTROL)
+    for seq, (rung, reasons) in enumerate(
+        ((3, {"temperature": 4, "oom": 1}), (3, {"temperature": 2}), (None, {}))
+    ):
+        gauges = {"threads": 1} if rung is None else {"rung": rung, "rules_revision": 7}
+        told = tagged(row, seq, degraded=4, gauges=gauges, degraded_by=reasons)
+        assert telemetry_ingest(device_pk=row.device_id, batch=told, clock=fleet.clock)
+        assert below_normal_count() == 1
+    found = device_rows(signal="degraded", now=fleet.clock.now())
+    assert [device.pk for device in found] == [row.device_id]
+    answers = device_page(device_pk=row.device_id).answers[0]
+    assert answers.degraded_by == (("temperature", 6), ("oom", 1))
+    assert answers.rung is None, "the newest batch did not say"
+    told = tagged(row, 3, gauges={"rung": 0, "energy_uj_per_answer": 1500, "energy_is_model": 1})
+    telemetry_ingest(device_pk=row.device_id, batch=told, clock=fleet.clock)
+    assert below_normal_count() == 0
+    answers = device_page(device_pk=row.device_id).answers[0]
+    assert (answers.rung, answers.energy_mj, answers.energy_is_model) == ("normal", 1.5, True)
+    assert answers.drain is None
+
+
+def test_reasons_are_bounded_whatever_a_device_makes_up(fleet):
+    row = enrolment(Arm.CONTROL)
+    for seq in range(4):
+        made_up = {f"reason_{seq}_{at}": 1 for at in range(MAX_REASONS)}
+        told = tagged(row, seq, degraded=1, degraded_by=made_up)
+        telemetry_ingest(device_pk=row.device_id, batch=told, clock=fleet.clock)
+    assert len(DeviceStats.objects.get(device=row.device).degraded_by) == MAX_REASONS
 
 
 def test_it_counts_another_boot_with_the_same_number(fleet):

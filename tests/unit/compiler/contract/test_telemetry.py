@@ -46,6 +46,12 @@ def test_it_takes_the_largest_batch() -> None:
         {"gauges": {"threads": 1.5}},
         {"gauges": {"weight_bytes": 2**53}},
         {"gauges": {"huge_weight_bytes": True}},
+        {"degraded_by": ["oom"]},
+        {"degraded_by": {"oom": 3}},
+        {"degraded_by": {"oom": -1}},
+        {"degraded_by": {"Oom": 1}},
+        {"degraded_by": {"": 1}},
+        {"degraded_by": {f"reason_{at}": 0 for at in range(33)}},
         {"seq": 2**31},
         {"boot_id": "bootäöüß"},
         {"boot_id": "boot\u0663\u0664\u0665\u0666"},
@@ -62,6 +68,14 @@ def test_it_keeps_the_gauges_that_it_knows_and_may_do_without() -> None:
     without = json.loads(document())
     del without["gauges"]
     assert parse_batch(json.dumps(without).encode()).gauges == {}
+
+
+def test_it_counts_degraded_answers_by_reason_and_may_do_without() -> None:
+    given = {"oom": 1, "reason_of_tomorrow": 2}
+    assert parse_batch(document(degraded=2, degraded_by=given)).degraded_by == given
+    without = json.loads(document())
+    del without["degraded_by"]
+    assert parse_batch(json.dumps(without).encode()).degraded_by == {}
 
 
 def test_it_reads_stored_sums_that_no_batch_may_hold() -> None:

@@ -1,0 +1,172 @@
+"""Energy: counters where there are any, else a model that says so; unknown is never zero."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from device_agent.probe import power
+from device_agent.probe.hardware import BUDGET_S, HardwareProbe
+from device_agent.probe.linux import probe
+from device_agent.runtime.energy import (
+    UNVERIFIED,
+    EnergyFitError,
+    EnergyMeter,
+    EnergyModel,
+    Work,
+    fit,
+)
+
+ZONE = "sys/class/powercap/intel-rapl:0"
+BATTERY = "sys/class/power_supply/battery"
+WORK = Work(0.5, 1e9, 2e9)
+
+
+def write(root: Path, files: dict[str, object]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    return root
+
+
+def rapl(root: Path, microjoules: int) -> Path:
+    return write(
+        root,
+        {
+            f"{ZONE}/energy_uj": microjoules,
+            f"{ZONE}/max_energy_range_uj": 1_000_000,
+            f"{ZONE}:0/energy_uj": 5,
+            f"{ZONE}:0/max_energy_range_uj": 1_000_000,
+        },
+    )
+
+
+class TestCounters:
+    def test_a_package_counts_once_and_wraps(self, tmp_path: Path) -> None:
+        before = power.rapl(rapl(tmp_path, 900_000))
+        after = power.rapl(rapl(tmp_path, 100_000))
+        assert before is not None and after is not None  # noqa: PT018
+        assert before.microjoules == {"intel-rapl:0": 900_000}
+        assert power.joules_between(before, after) == pytest.approx(0.2)
+        other = replace(after, microjoules={"intel-rapl:1": 5})
+        assert power.joules_between(before, other) is None
+
+    @pytest.mark.parametrize("text", ["", "-5", "many", "9" * 30])
+    def test_what_is_no_count_is_no_counter(self, tmp_path: Path, text: str) -> None:
+        root = rapl(tmp_path, 5)
+        (root / ZONE / "energy_uj").write_text(text)
+        assert power.rapl(root) is None
+
+    def test_the_meter_takes_rapl_before_the_battery(self, tmp_path: Path) -> None:
+        root = rapl(tmp_path, 100_000)
+        write(root, {f"{BATTERY}/type": "Battery", f"{BATTERY}/status": "Discharging"})
+        write(root, {f"{BATTERY}/power_now": 3_000_000})
+        meter = EnergyMeter(root=root)
+        meter.begin()
+        rapl(root, 600_000)
+        found = meter.answered(WORK)
+        assert (found.joules, found.source) == (pytest.approx(0.5), "rapl")
+        assert meter.watts() == pytest.approx(1.0)
+        assert meter.facts()["model"] is None
+        (root / ZONE / "energy_uj").unlink()
+        found = meter.answered(WORK)
+        assert (found.joules, found.source) == (pytest.approx(1.5), "battery")
+        assert meter.facts()["watts_while_answering"] == pytest.approx(3.0)
+
+
+class TestModel:
+    def test_without_a_counter_it_says_that_it_estimates(self, tmp_path: Path) -> None:
+        meter = EnergyMeter(root=tmp_path, tdp_watts=4.0)
+        assert meter.gauges() == {}
+        assert meter.facts()["source"] is None
+        meter.begin()
+        found = meter.answered(WORK)
+        assert found.source == "model"
+        assert found.joules == pytest.approx(0.5 * 0.5 + 1e9 * 160e-12 + 2e9 * 1.2e-12)
+        assert meter.watts() is None, "an estimate moves no rule"
+        facts = meter.facts()
+        assert facts["tdp_watts"] == 4.0
+        model = facts["model"]
+        assert isinstance(model, dict)
+        assert (model["verified_on"], model["error"]) == ("unverified", None)
+        assert "Horowitz" in model["origin"]
+        assert meter.gauges() == {
+            "energy_uj_per_answer": round(found.joules * 1e6),
+            "energy_is_model": 1,
+        }
+
+    def test_it_is_fitted_to_a_counter_and_tells_its_error(self) -> None:
+        truth = EnergyModel(1.5, 80e-12, 2e-12, "", None, "")
+        noise = np.random.default_rng(1)
+        samples = []
+        for seconds, size, operations in itertools.product((0.1, 1.0), (1e8, 1e10), (1e8, 1e11)):
+            for _ in range(4):
+                work = Work(seconds, size, operations)
+                samples.append((work, truth.joules(work) * noise.normal(1.0, 0.01)))
+        found = fit(samples)
+        assert found.idle_watts == pytest.approx(1.5, rel=0.05)
+        assert found.joules_per_byte == pytest.approx(80e-12, rel=0.05)
+        assert found.joules_per_operation == pytest.approx(2e-12, rel=0.05)
+        assert found.verified_on == "host"
+        assert found.error == pytest.approx(0.01, abs=0.006)
+
+    def test_samples_that_say_too_little_are_refused(self) -> None:
+        with pytest.raises(EnergyFitError, match="samples above 0 J"):
+            fit([(WORK, 1.0)] * 3)
+        with pytest.raises(EnergyFitError, match="apart"):
+            fit([(Work(n, n * 1e9, n * 2e9), 1.0 * n) for n in range(1, 30)])
+        shrinking = [
+            (Work(s, b, o), 10.0 * s + 1e-9 * b - 1e-12 * o)
+            for s, b, o in itertools.product((1.0, 2.0, 3.0), (1e9, 2e9), (1e11, 9e11, 1e12))
+        ]
+        with pytest.raises(EnergyFitError, match="below zero"):
+            fit(shrinking)
+
+
+class TestDrain:
+    @staticmethod
+    def battery(root: Path, percent: int, charge: int, status: str = "Discharging") -> None:
+        write(
+            root,
+            {
+                f"{BATTERY}/type": "Battery",
+                f"{BATTERY}/status": status,
+                f"{BATTERY}/capacity": percent,
+                f"{BATTERY}/energy_now": charge,
+            },
+        )
+
+    def test_it_is_told_per_active_hour_once_there_is_enough_of_it(self, tmp_path: Path) -> None:
+        meter = EnergyMeter(root=tmp_path)
+        self.battery(tmp_path, 80, 10_000_000)
+        meter.answered(replace(WORK, seconds=500.0))
+        assert "battery_j_per_active_hour" not in meter.gauges()
+        self.battery(tmp_path, 78, 9_500_000)
+        meter.answered(replace(WORK, seconds=400.0))
+        gauges = meter.gauges()
+        assert gauges["battery_millipercent_per_active_hour"] == 8_000
+        assert gauges["battery_j_per_active_hour"] == 7_200
+
+    def test_charging_begins_anew(self, tmp_path: Path) -> None:
+        meter = EnergyMeter(root=tmp_path)
+        for status in ("Discharging", "Charging", "Discharging"):
+            self.battery(tmp_path, 80, 10_000_000, status)
+            meter.answered(replace(WORK, seconds=550.0))
+        assert meter.facts()["battery_percent_per_active_hour"] is None
+
+
+@pytest.mark.parametrize("has_counter", [True, False])
+def test_the_probe_says_what_counts(tmp_path: Path, has_counter: bool) -> None:
+    root = rapl(tmp_path, 5) if has_counter else tmp_path
+    ticks = itertools.count()
+    run = HardwareProbe(
+        lambda: probe(device_class="", root=root), root, root, lambda: next(ticks) * BUDGET_S
+    ).run()
+    text = run.readings["energy_counter"].text
+    assert text == (
+        "rapl" if has_counter else "unknown (no counter: a model estimates energy, unverified)"
+    )
+    assert UNVERIFIED.verified_on == "unverified"
