@@ -64,6 +64,8 @@ class AgentConfig:
             starts, at most one per core.
         cpus: Cores on which lent threads run: `auto` = the big ones where the system tells sizes,
             `off` = anywhere, or a list such as `4-7`.
+        max_weight_bytes: Most bytes of weights in memory; experts beyond them come as they are
+            needed. 0 = all weights. A bundle that cannot run in as few is refused.
         degrade_rules: File of rules `sparsefleet.degrade/1`: when this device does less. Empty =
             `device_agent.runtime.degrade_keeper.DEFAULT_RULES`.
         tdp_w: Power budget of this device, watts; 0 = unknown. Shown beside what answers take.
@@ -107,6 +109,7 @@ class AgentConfig:
     max_spool_batches: int = 1_000
     threads: int = 0
     cpus: str = AUTO
+    max_weight_bytes: int = 0
     degrade_rules: str = ""
     tdp_w: float = 0.0
 
@@ -236,6 +239,7 @@ _NOT_NEGATIVE: Final = (
     "probation_s",
     "probation_answers",
     "reserve_bytes",
+    "max_weight_bytes",
     "min_rate_bytes_s",
     "tdp_w",
 )

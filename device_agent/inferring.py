@@ -17,6 +17,7 @@ from device_agent.config import AgentConfig
 from device_agent.ports import degrade_rules
 from device_agent.runtime.generation import Generation, Reason, Stats, Token
 from device_agent.runtime.moe_runtime import MoERuntime
+from device_agent.runtime.weights import WeightPool
 from device_agent.ui import EXIT_OK, note, result
 
 EXIT_PARTIAL: Final = 3
@@ -89,11 +90,12 @@ def opened(config: AgentConfig, asked: Inference) -> MoERuntime:
         NoBundleError: Nothing is installed.
     """
     threads = config.threads if asked.threads is None else asked.threads
-    rules = degrade_rules(config)
+    rules, pool = degrade_rules(config), WeightPool(config.max_weight_bytes)
     if asked.bundle is None:
-        where = config.state_dir
-        return MoERuntime.installed(where, threads=threads, cpus=config.cpus, rules=rules)
-    return MoERuntime.open(asked.bundle, threads=threads, cpus=config.cpus, rules=rules)
+        return MoERuntime.installed(
+            config.state_dir, threads=threads, cpus=config.cpus, rules=rules, pool=pool
+        )
+    return MoERuntime.open(asked.bundle, threads=threads, cpus=config.cpus, rules=rules, pool=pool)
 
 
 def told(stats: Stats, reason: Reason | None) -> str:

@@ -35,7 +35,7 @@ def trace_answers(config: AgentConfig, asked: Sequence[Question], out: Path) -> 
     """
     store, current = installed_bundle(config.state_dir)
     engine = native_engine(store, config)
-    bundle = load_bundle(store, current)
+    bundle = load_bundle(store, current, engine.weights)
     plan = bundle.runner
     assert isinstance(plan, NativePlan)
     spans: list[Event] = []

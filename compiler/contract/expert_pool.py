@@ -97,8 +97,9 @@ class ExpertPool:
         run_bytes: int,
         runs: int,
         persistent_bytes: int = 0,
+        keeps: object = None,
     ) -> None:
-        """Reserve address space; everything is absent.
+        """Reserve address space; everything is absent. `keeps` is held until the pool is closed.
 
         Raises:
             UnsupportedPlanError: The kernels were built before there were pools, or for a system
@@ -131,7 +132,9 @@ class ExpertPool:
         self.address: Final = int(found.value)
         self.run_bytes: Final = run_bytes
         self.persistent_bytes: Final = persistent_bytes
-        self._close = weakref.finalize(self, _close, self._calls["close"], self.address, library)
+        self._close = weakref.finalize(
+            self, _close, self._calls["close"], self.address, (library, keeps)
+        )
         self._close.atexit = False
 
     def fill(self) -> None:
@@ -307,5 +310,5 @@ def _end(pool: ExpertPool, thread: threading.Thread) -> None:
     thread.join()
 
 
-def _close(close: "ctypes._FuncPointer", address: int, _keeps: KernelLibrary) -> None:
+def _close(close: "ctypes._FuncPointer", address: int, _keeps: object) -> None:
     close(address)

@@ -81,6 +81,10 @@ class LoadedWeights:
         """Return how many of them lie on huge pages; None if the system does not say."""
         return self.memory.huge_bytes()
 
+    def fits(self, kernels: bytes) -> bool:  # noqa: ARG002 - sections are the same for all
+        """Return whether a plan with these kernels can use them."""
+        return True
+
     def init(self, library: KernelLibrary, setup: int) -> int:
         """Build a context over the sections; return its status."""
         return int(library.init(setup))

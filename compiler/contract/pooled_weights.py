@@ -35,6 +35,7 @@ class PooledWeights:
         persistent: Mapping[str, Buffer],
         files: Sequence[ExpertFile],
         *,
+        keeps: object = None,
         reads_ahead: bool = True,
     ) -> None:
         """Open the pool, copy what stays, read and verify every expert once.
@@ -44,6 +45,7 @@ class PooledWeights:
             layout: Of the plan.
             persistent: At least the sections that stay, verified.
             files: One per expert of the layout, in its order; open as long as this.
+            keeps: Held until the pool is closed: who owns the files.
             reads_ahead: Start a thread that reads experts ahead.
 
         Raises:
@@ -58,6 +60,7 @@ class PooledWeights:
             run_bytes=layout.run_bytes,
             runs=layout.runs,
             persistent_bytes=layout.persistent_bytes,
+            keeps=keeps,
         )
         self._places = {
             expert.name: (self.pool.slot(number), expert.length)
@@ -97,6 +100,14 @@ class PooledWeights:
     def table(self, entries: tuple[SectionEntry, ...]) -> "ctypes.Array[SfSection]":
         """Return what `sf_init_pooled` reads; see `LoadedWeights.table`."""
         return fill_table(entries, self._places)
+
+    def fits(self, kernels: bytes) -> bool:
+        """Return whether a plan with these kernels can be seated here."""
+        library = KernelLibrary(kernels)
+        extent = library.bind("sf_pool_extent", _P, (_P,))
+        fits = extent is not None and extent(self.pool.address) is not None
+        library.close()
+        return fits
 
     def init(self, library: KernelLibrary, setup: int) -> int:
         """Build a context over the slots; return its status.

@@ -34,6 +34,15 @@ GAUGES: Final = (
     "energy_is_model",
     "battery_j_per_active_hour",
     "battery_millipercent_per_active_hour",
+    "resident_bytes",
+    "expert_hits",
+    "expert_misses",
+    "expert_late",
+    "expert_hidden",
+    "expert_stalls",
+    "expert_damaged",
+    "fragmentation_internal_per_mille",
+    "fragmentation_external_per_mille",
 )
 """What a batch may say of the running code; `docs/formats/telemetry.md` says what each one is. What
 a device does not know is left out."""

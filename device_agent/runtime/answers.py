@@ -22,6 +22,7 @@ from device_agent.runtime.degrade_keeper import DegradeKeeper, rungs_of
 from device_agent.runtime.energy import EnergyMeter, Work
 from device_agent.runtime.faults import AS_ASKED, FaultKind, Way, kind_of
 from device_agent.runtime.keeper import PolicyKeeper
+from device_agent.runtime.residency import Residency
 from device_agent.runtime.sentinel import SentinelRunner
 from device_agent.runtime.work import WorkRunner
 
@@ -139,7 +140,7 @@ class BundleAnswerer:
         facts: Mapping[str, object] | None = None,
         keeper: PolicyKeeper | None = None,
         degrade: DegradeKeeper | None = None,
-        pager: PagerSwitch | None = None,
+        pager: PagerSwitch | Residency | None = None,
         energy: EnergyMeter | None = None,
     ) -> None:
         """Start a session; `keeper` and `degrade` see every answer and keep policy and rung.
@@ -197,6 +198,8 @@ class BundleAnswerer:
         if self._energy is not None:
             facts["energy"] = self._energy.facts()
             facts |= self._energy.gauges()
+        if isinstance(self._pager, Residency):
+            facts.update(self._pager.facts())
         return facts
 
     @property
@@ -298,6 +301,8 @@ class BundleAnswerer:
         rung = Rung.NORMAL if self._degrade is None else self._degrade.rung()
         if self._banded is not None:
             self._banded.fewest = way.fewest or rung >= Rung.FEWER_EXPERTS
+        if isinstance(self._pager, Residency):
+            self._pager.look()
         if self._pager is not None:
             self._pager.is_fetching_ahead = way.prefetch and rung < Rung.NO_PREFETCH
         return () if self._degrade is None or rung is Rung.NORMAL else self._degrade.reasons()

@@ -2,11 +2,14 @@
 
 What is hashed is what is used: sections are mapped once and hashed in that mapping, and the plan
 copies them out of it (native code into a sealed memory file), so nothing can be swapped on disk
-between the check and the load. Standard library and contract only: the self-test child starts fast.
+between the check and the load. Experts beyond the budget are hashed in memory (`residency`).
+Standard library and contract only: the self-test child starts fast.
 """
 
+import contextlib
 import mmap
-from collections.abc import Mapping, Set
+import os
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
@@ -16,7 +19,12 @@ from compiler.contract.canonical import sha256_hex
 from compiler.contract.degrade import Rung
 from compiler.contract.errors import ContractError
 from compiler.contract.ladder import ProgramWork, program_work, require_ladder
-from compiler.contract.manifest import MAX_MANIFEST_BYTES, ReleaseManifest, parse_manifest
+from compiler.contract.manifest import (
+    MAX_MANIFEST_BYTES,
+    ReleaseManifest,
+    Section,
+    parse_manifest,
+)
 from compiler.contract.native import NativePlan
 from compiler.contract.native_policy import PolicySeat
 from compiler.contract.native_weights import LoadedWeights
@@ -24,12 +32,12 @@ from compiler.contract.pipeline import Pipeline, parse_pipeline
 from compiler.contract.plan import Plan, parse_plan
 from compiler.contract.planes import MAX_SECTION_BYTES
 from compiler.contract.policy import PLAIN, Policy, parse_policy
-from compiler.contract.pooled_weights import PooledWeights
 from compiler.contract.schedule import parse_schedule
 from compiler.contract.schedule_order import verify_schedule
 from device_agent.errors import BundleError, NoBundleError
+from device_agent.runtime.residency import SectionSource, pooled_weights
 from device_agent.runtime.threads import ThreadedRunner
-from device_agent.runtime.weights import WeightPool
+from device_agent.runtime.weights import WeightPool, Weights
 from device_agent.storage.disk import Disk
 from device_agent.storage.objects import ObjectStore
 from device_agent.storage.slots import Pointer, Slots
@@ -65,7 +73,7 @@ class ClosableRunner(ThreadedRunner, Protocol):
         """How many of them lie on huge pages; None if the system does not say."""
 
     @property
-    def weights(self) -> LoadedWeights | PooledWeights:
+    def weights(self) -> Weights:
         """Its weights in memory."""
 
     @property
@@ -144,11 +152,12 @@ def load_bundle(
         BundleError: A section is missing or damaged, or the plan does not load.
     """
     manifest = read_manifest(store, pointer.manifest_sha256, pointer.size_bytes)
-    views = {
-        section.component: store.read_verified(section.sha256, section.size_bytes)
-        for section in manifest.sections
-    }
-    return _load(pointer.manifest_sha256, manifest, views, pool)
+    source = SectionSource(
+        read=lambda item: store.read_verified(item.sha256, item.size_bytes),
+        open=lambda item: store.open(item.sha256, item.size_bytes),
+        forget=lambda item: store.forget(item.sha256),
+    )
+    return _load(pointer.manifest_sha256, manifest, source, pool)
 
 
 def load_directory(directory: Path, pool: WeightPool | None = None) -> LoadedBundle:
@@ -168,16 +177,17 @@ def load_directory(directory: Path, pool: WeightPool | None = None) -> LoadedBun
     try:
         data = bytes(_mapped(directory / MANIFEST_FILE, MAX_MANIFEST_BYTES))
         manifest = parse_manifest(data)
-        views = {
-            section.component: _section(directory, section.component, section.sha256)
-            for section in manifest.sections
-        }
+        source = SectionSource(
+            read=lambda item: _section(directory, item.component, item.sha256),
+            open=lambda item: _opened(directory / SECTIONS_FOLDER / item.component, item),
+            forget=lambda _: None,
+        )
+        return _load(sha256_hex(data), manifest, source, pool)
     except OSError as error:
         reason = f"no bundle in {directory}: {error.strerror or error}"
         raise BundleError(reason, hint=_NO_BUNDLE_HINT) from error
     except ContractError as error:
         raise BundleError(f"the bundle in {directory}: {error}", hint=error.hint) from error
-    return _load(sha256_hex(data), manifest, views, pool)
 
 
 def _section(directory: Path, component: str, sha256: str) -> memoryview:
@@ -205,37 +215,73 @@ def _mapped(path: Path, most: int) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
+def _opened(path: Path, section: Section) -> int:
+    """Return a file of the signed length; its bytes are verified where they are read to.
+
+    Raises:
+        BundleError: It has another length.
+        OSError: It cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if os.fstat(fd).st_size != section.size_bytes:
+        os.close(fd)
+        raise BundleError(f"section {section.component} has another length than signed for")
+    return fd
+
+
 def _load(
-    sha256: str,
-    manifest: ReleaseManifest,
-    views: Mapping[str, memoryview],
-    pool: WeightPool | None,
+    sha256: str, manifest: ReleaseManifest, source: SectionSource, pool: WeightPool | None
 ) -> LoadedBundle:
-    missing = sorted(NEEDED - views.keys())
+    """Verify and start a bundle; experts that come as they are needed are verified in memory."""
+    named = {item.component: item for item in manifest.sections}
+    missing = sorted(NEEDED - named.keys())
     if missing:
         raise BundleError(f"the bundle has no section {missing[0]!r}")
-    try:
+    pool = WeightPool() if pool is None else pool
+    plan_view = source.read(named[PLAN])
+    with _errors_of_the_plan():
+        plan = parse_plan(bytes(plan_view))
+        layout = pool.layout(plan)
+    paged = frozenset(expert.name for expert in layout.experts) if layout else frozenset()
+    views = {name: source.read(item) for name, item in named.items() if name not in paged}
+    with _errors_of_the_plan():
         pipeline = parse_pipeline(bytes(views[PIPELINE]))
         policy = parse_policy(bytes(views[POLICY])) if POLICY in views else PLAIN
         bands = parse_bands(bytes(views[BANDS])) if BANDS in views else None
         sections = {item.component: (item.sha256, item.size_bytes) for item in manifest.sections}
-        digests = {name: sha256 for name, (sha256, _) in sections.items()}
-        plan = _plan(views, bands)
+        digests = {name: item.sha256 for name, item in named.items()}
+        kernels = bytes(views[KERNELS])
+
+        def make() -> Weights:
+            if layout is None:
+                return LoadedWeights(plan.sections, views)
+            return pooled_weights(kernels, layout, views, named, source)
+
+        _verify(plan, views, bands)
         ladder = require_ladder(plan, bands)
-        weights = (WeightPool() if pool is None else pool).load(plan, digests, views)
-        runner = NativePlan(bytes(views[KERNELS]), bytes(views[PLAN]), weights)
-    except (ContractError, OSError) as error:
-        hint = error.hint if isinstance(error, ContractError) else ""
-        raise BundleError(f"the plan does not load: {error}", hint=hint) from error
+        weights = pool.load(plan, digests, kernels, make)
+        runner = NativePlan(kernels, bytes(views[PLAN]), weights)
     self_test = bytes(views[SELF_TEST])
     work = program_work(plan)
     return LoadedBundle(sha256, runner, pipeline, self_test, policy, bands, sections, ladder, work)
 
 
-def _plan(views: Mapping[str, memoryview], bands: Bands | None) -> Plan:
-    plan = parse_plan(bytes(views[PLAN]))
+@contextlib.contextmanager
+def _errors_of_the_plan() -> Iterator[None]:
+    try:
+        yield
+    except (ContractError, OSError) as error:
+        hint = error.hint if isinstance(error, ContractError) else ""
+        raise BundleError(f"the plan does not load: {error}", hint=hint) from error
+
+
+def _verify(plan: Plan, views: Mapping[str, memoryview], bands: Bands | None) -> None:
+    """Check what stands beside a plan against it.
+
+    Raises:
+        ContractError: It says something else.
+    """
     if SCHEDULE in views:
         verify_schedule(plan, parse_schedule(bytes(views[SCHEDULE])))
     if bands is not None:
         verify_bands(plan, bands)
-    return plan

@@ -14,6 +14,7 @@ from device_agent.errors import BundleError, SelfTestFailedError
 from device_agent.runtime.affinity import AUTO
 from device_agent.runtime.answers import Answerer, BundleAnswerer
 from device_agent.runtime.bundle import LoadedBundle, load_bundle
+from device_agent.runtime.degrade import Counter, Observation
 from device_agent.runtime.degrade_keeper import (
     DEFAULT_RULES,
     DegradeKeeper,
@@ -23,7 +24,9 @@ from device_agent.runtime.degrade_keeper import (
 from device_agent.runtime.energy import EnergyMeter
 from device_agent.runtime.guard import InferenceGuard, Opened
 from device_agent.runtime.heat import CriticalHeat
+from device_agent.runtime.residency import Residency, residency_of
 from device_agent.runtime.scrubber import Scrubber
+from device_agent.runtime.signals import no_pool
 from device_agent.runtime.tuning import Tuned, tune
 from device_agent.runtime.weights import WeightPool
 from device_agent.storage.objects import ObjectStore
@@ -63,8 +66,8 @@ class NativeEngine:
         answer_timeout_s: Limit of one answer, seconds.
         threads: Threads of one answer; 0 = as many as help, at most one per core.
         cpus: Where lent threads run: `auto`, `off` or a list of cores.
-        weights: Those in memory: a bundle that changes only code or tape shares them with the one
-            that runs, so it starts without copying them.
+        weights: Those in memory, and how many there may be: a bundle that changes only code or tape
+            shares them with the one that runs, so it starts without copying them.
         rules: When a bundle does less.
         tdp_w: Power budget of the device, watts; 0 = it was not told.
     """
@@ -88,6 +91,7 @@ class NativeEngine:
             str(self.state_dir.resolve()),
             pointer.manifest_sha256,
             str(pointer.size_bytes),
+            str(self.weights.budget_bytes),
         ]
         try:
             done = subprocess.run(  # noqa: S603 -- our own module
@@ -128,6 +132,8 @@ class _Opening:
         self._engine, self._pointer = engine, pointer
         self._degrade: DegradeKeeper | None = None
         self._energy = EnergyMeter(tdp_watts=engine.tdp_w or None)
+        self._residency: Residency | None = None
+        self._stalls = 0
 
     def open(self) -> Opened:
         """Load it.
@@ -139,15 +145,19 @@ class _Opening:
         bundle = load_bundle(engine.store, self._pointer, engine.weights)
         try:
             tuned = engine.tune(bundle)
+            self._watch(residency_of(bundle.runner.weights, time.monotonic))
             if self._degrade is None:
-                rungs = rungs_of(bundle.bands)
-                self._degrade = DegradeKeeper(engine.rules, rungs, time.monotonic, self._gauges)
+                rungs = rungs_of(bundle.bands, is_paged=self._residency is not None)
+                self._degrade = DegradeKeeper(
+                    engine.rules, rungs, time.monotonic, self._gauges, self._observe_pool
+                )
             answerer = BundleAnswerer(
                 bundle,
                 engine.answer_timeout_s,
                 facts=tuned.facts,
                 keeper=tuned.keeper,
                 degrade=self._degrade,
+                pager=self._residency,
                 energy=self._energy,
             )
         except ContractError as error:
@@ -157,6 +167,17 @@ class _Opening:
 
     def _gauges(self) -> dict[str, float | None]:
         return {**machine_gauges(), "power": self._energy.watts()}
+
+    def _watch(self, residency: Residency | None) -> None:
+        """Go on with the pool of a plan that was built anew; what was counted stays counted."""
+        self._stalls += 0 if self._residency is None else self._residency.stalls
+        self._residency = residency
+
+    def _observe_pool(self) -> Observation:
+        if self._residency is None:
+            return no_pool()
+        stalls = Counter(self._stalls + self._residency.stalls)
+        return Observation(self._residency.gauges(), {"stalls": stalls})
 
 
 def scrubber_of(store: ObjectStore, bundle: LoadedBundle) -> Scrubber:

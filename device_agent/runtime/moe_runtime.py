@@ -100,7 +100,7 @@ class MoERuntime:
             threads: Threads of one answer; 0 = as many as help, measured now.
             cpus: Where lent threads run: `auto`, `off` or a list of cores.
             rules: When it does less than the bundle asks for; empty = never.
-            pool: Weights in memory, to be shared with other runtimes.
+            pool: Weights in memory, to be shared with other runtimes, and how many there may be.
 
         Raises:
             BundleError: There is no whole bundle, or it does not load here.
@@ -115,6 +115,7 @@ class MoERuntime:
         threads: int = 0,
         cpus: str = AUTO,
         rules: Sequence[Rule] = DEFAULT_RULES,
+        pool: WeightPool | None = None,
     ) -> Self:
         """Open the bundle that an agent runs; changes nothing in its folder.
 
@@ -123,13 +124,14 @@ class MoERuntime:
             threads: As for `open`.
             cpus: As for `open`.
             rules: As for `open`.
+            pool: As for `open`.
 
         Raises:
             NoBundleError: Nothing is installed there.
             BundleError: It is damaged, or does not load here.
         """
         store, current = installed_bundle(Path(state_dir))
-        return cls._started(load_bundle(store, current), threads, cpus, rules)
+        return cls._started(load_bundle(store, current, pool), threads, cpus, rules)
 
     @classmethod
     def _started(cls, bundle: LoadedBundle, threads: int, cpus: str, rules: Sequence[Rule]) -> Self:

@@ -1,6 +1,7 @@
 """Run the self-test of an installed bundle in a process of its own, so that a crash stays there.
 
-    python -m device_agent.runtime.self_test_process STATE_DIR MANIFEST_SHA256 MANIFEST_BYTES
+    python -m device_agent.runtime.self_test_process STATE_DIR MANIFEST_SHA256 MANIFEST_BYTES \
+        [MAX_WEIGHT_BYTES]
 
 Prints the report as one JSON line. Exit status 0: every output has the expected bits; 1: one has
 not; 2: the bundle does not load or run. A crash of native code ends the process by a signal.
@@ -17,6 +18,7 @@ from compiler.contract.errors import ContractError
 from compiler.contract.selftest import run_selftest
 from device_agent.errors import AgentError
 from device_agent.runtime.bundle import load_bundle
+from device_agent.runtime.weights import WeightPool
 from device_agent.storage.disk import Disk
 from device_agent.storage.objects import ObjectStore
 from device_agent.storage.slots import Pointer
@@ -27,14 +29,14 @@ BROKEN: Final = 2
 MAX_CPU_S: Final = 600
 
 
-def main(state_dir: Path, manifest_sha256: str, size_bytes: int) -> int:
+def main(state_dir: Path, manifest_sha256: str, size_bytes: int, budget_bytes: int = 0) -> int:
     """Load the bundle, run its self-test, print the report."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     try:
         store = ObjectStore(Disk(), state_dir, max_bytes=0)
         pointer = Pointer(require_sha256(manifest_sha256, "manifest"), size_bytes, "", 0)
-        bundle = load_bundle(store, pointer)
+        bundle = load_bundle(store, pointer, WeightPool(budget_bytes))
         try:
             report = run_selftest(bundle.runner, bundle.self_test)
         finally:
@@ -47,4 +49,4 @@ def main(state_dir: Path, manifest_sha256: str, size_bytes: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])))

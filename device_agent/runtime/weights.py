@@ -3,43 +3,67 @@
     bundle with new kernels or a new tape -(same digests of all weight sections)-> the memory of the
     bundle that runs -> nothing is copied, and only the tape, kernels and context are new
 
-Weak: the memory goes with the last plan that uses it.
+Weak: the memory goes with the last plan that uses it. With a budget that a bundle exceeds, its
+experts come into memory as they are needed (`residency`), within what is left of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Final
 from weakref import WeakValueDictionary
 
 from compiler.contract.native_weights import LoadedWeights
 from compiler.contract.plan import Plan
+from compiler.contract.plan_format import align
+from compiler.contract.pool_plan import PoolPlan, plan_pool
+from compiler.contract.pooled_weights import PooledWeights
+
+Weights = LoadedWeights | PooledWeights
 
 
 class WeightPool:
     """The weights of all bundles that are loaded now."""
 
-    def __init__(self) -> None:
-        """Know none."""
-        self._known: WeakValueDictionary[tuple[tuple[str, str], ...], LoadedWeights] = (
+    def __init__(self, budget_bytes: int = 0) -> None:
+        """Know none.
+
+        Args:
+            budget_bytes: The most bytes of weights of one bundle; 0 = all of them.
+        """
+        self.budget_bytes: Final = budget_bytes
+        self._known: WeakValueDictionary[tuple[tuple[str, str], ...], Weights] = (
             WeakValueDictionary()
         )
 
+    def layout(self, plan: Plan) -> PoolPlan | None:
+        """Return how the weights of a plan fit the budget; None if all of them do.
+
+        Raises:
+            BudgetError: Not even what one call needs does.
+        """
+        if not self.budget_bytes:
+            return None
+        whole = sum(align(section.length) for section in plan.sections)
+        return None if whole <= self.budget_bytes else plan_pool(plan, self.budget_bytes)
+
     def load(
-        self, plan: Plan, digests: Mapping[str, str], views: Mapping[str, memoryview]
-    ) -> LoadedWeights:
-        """Return the weight sections of a plan: those in memory if they are the same, else copies.
+        self, plan: Plan, digests: Mapping[str, str], kernels: bytes, make: Callable[[], Weights]
+    ) -> Weights:
+        """Return the sections of a plan: those in memory if they are the same, else new ones.
 
         Args:
             plan: Names the sections.
             digests: SHA-256 of every section of the bundle.
-            views: Their verified bytes.
+            kernels: Of the bundle.
+            make: Brings them into memory.
 
         Raises:
-            NativeError: A section is missing or has another length.
+            NativeError: A section is missing or has another length, or there is no memory.
         """
         names = sorted(section.name for section in plan.sections if section.name in digests)
         key = tuple((name, digests[name]) for name in names)
         found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = LoadedWeights(plan.sections, views)
+        if found is None or not found.fits(kernels):
+            found = self._known[key] = make()
         return found
 
     def __len__(self) -> int:

@@ -143,6 +143,23 @@ class ObjectStore:
             raise BundleError(f"object {sha256[:16]} is damaged and was dropped")
         return view
 
+    def open(self, sha256: str, size_bytes: int) -> int:
+        """Open an object and return the descriptor; its bytes are not verified.
+
+        Raises:
+            BundleError: It is missing or of another length.
+        """
+        path = self.path(sha256)
+        with disk_errors(f"open {path.name[:16]}"):
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise BundleError(f"object {sha256[:16]} is missing") from None
+            if os.fstat(fd).st_size != size_bytes:
+                os.close(fd)
+                raise BundleError(f"object {sha256[:16]} has another length than signed for")
+            return fd
+
     def known_bytes(self, sha256: str, size_bytes: int) -> bytes | None:
         """Return a small object if it is here and whole, else None."""
         if not self.has(sha256, size_bytes):
@@ -177,15 +194,9 @@ class ObjectStore:
         return (self._objects / partial.name).exists()
 
     def _map(self, sha256: str, size_bytes: int) -> memoryview:
-        path = self.path(sha256)
-        with disk_errors(f"map {path.name[:16]}"):
+        fd = self.open(sha256, size_bytes)
+        with disk_errors(f"map {sha256[:16]}"):
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            except FileNotFoundError:
-                raise BundleError(f"object {sha256[:16]} is missing") from None
-            try:
-                if os.fstat(fd).st_size != size_bytes:
-                    raise BundleError(f"object {sha256[:16]} has another length than signed for")
                 if not size_bytes:
                     return memoryview(b"")
                 return memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
