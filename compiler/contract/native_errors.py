@@ -99,3 +99,9 @@ def raise_status(status: int, where: str) -> NoReturn:
     except (KeyError, ValueError):
         raise NativeError(f"{where}: unknown status {status}") from None
     raise kind(f"{where}: {message}")
+
+
+def status_of(error: ContractError) -> Status:
+    """Return the status that a native plan's error stands for; `BAD_ARGUMENT` for any other."""
+    found = (status for status, (kind, _) in _ERRORS.items() if kind is type(error))
+    return Status.BAD_ARGUMENT if type(error) is NativeError else next(found, Status.BAD_ARGUMENT)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from compiler.contract import plan_format, policy, steering
+from compiler.contract import plan_format, policy, runner_frames, steering
 from compiler.contract.moe_rules import MAX_LINEAR_K
 from compiler.contract.native_abi import C_STRUCTS
 from compiler.contract.operations import MAX_DIM, Op
@@ -102,7 +102,13 @@ class CEmitter(SparseKernelEmitter):
 
     def emit_program(self, ops: Iterable[Op], target: Target) -> str:
         """Return the C source of the emulator program: the library and a main."""
-        return f"{self.emit(ops, target)}\n" + render("runtime/runner.c.in", {"arch": target.arch})
+        context = {
+            "arch": target.arch,
+            "runner_magic": hex(runner_frames.MAGIC),
+            "request_magic": hex(runner_frames.REQUEST_MAGIC),
+            "max_copies": runner_frames.MAX_COPIES,
+        }
+        return f"{self.emit(ops, target)}\n" + render("runtime/runner.c.in", context)
 
     def build_program(self, ops: Iterable[Op], target: Target, cache_dir: Path) -> bytes:
         """Return the emulator program.

@@ -1,6 +1,5 @@
 """Running submissions: ONNX Runtime on the files, the f64 interpreter on the lowered module."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,64 +53,3 @@ def reference_rows(directory: Path, x: Array) -> Array:
     (wanted,) = running.run(None, {running.get_inputs()[0].name: x[None]})
     found: Array = wanted[0]
     return found
-
-
-class OnnxAnswers:
-    """A vision-language submission in ONNX Runtime, one image after the other."""
-
-    def __init__(self, directory: Path, document: Mapping[str, Any]) -> None:
-        self.parts = {
-            name: session(directory / component["file"])
-            for name, component in document["components"].items()
-        }
-        self.ports = {
-            name: {
-                **{port["role"]: key for key, port in component["inputs"].items()},
-                **{port["role"]: key for key, port in component["outputs"].items()},
-            }
-            for name, component in document["components"].items()
-        }
-        self.constant = {
-            key: port["value"]
-            for key, port in document["components"]["decoder"]["inputs"].items()
-            if port["role"] == "constant"
-        }
-        self.image = document["image"]
-        self.cache: tuple[Array, Array] | None = None
-
-    def see(self, pixels: Array) -> tuple[Array, Array]:
-        """Show an image; the cache then holds its tokens. Returns kept tokens and positions."""
-        ports = self.ports["vision"]
-        scaled = pixels.astype(np.float32) / self.image["divide"] - self.image["subtract"]
-        names = [ports["embeds"], ports["positions"]]
-        tokens, kept = self.parts["vision"].run(names, {ports["image"]: scaled[None, None]})
-        self.cache = None
-        self._decode(tokens, kept)
-        return tokens[0], kept[0]
-
-    def step(self, ids: Array, positions: Array) -> tuple[Array, Array]:
-        """Feed tokens; returns logits and experts (layers, k) of the last row."""
-        ports = self.ports["embed"]
-        (embeds,) = self.parts["embed"].run([ports["embeds"]], {ports["token_ids"]: ids[None]})
-        logits, experts = self._decode(embeds, positions[None])
-        return logits[0, -1], experts[:, -1]
-
-    def _decode(self, embeds: Array, positions: Array) -> tuple[Array, Array]:
-        ports, decoder = self.ports["decoder"], self.parts["decoder"]
-        shape = next(i.shape for i in decoder.get_inputs() if i.name == ports["past_key"])
-        empty = np.zeros((shape[0], 1, shape[2], 0, shape[4]), np.float32)
-        keys, values = self.cache or (empty, empty)
-        rows, past = embeds.shape[1], keys.shape[3]
-        mask = np.triu(np.full((rows, past + rows), -1e9, np.float32), past + 1)[None, None]
-        feeds = {
-            ports["embeds"]: embeds,
-            ports["positions"]: positions,
-            ports["causal_mask"]: mask,
-            ports["past_key"]: keys,
-            ports["past_value"]: values,
-            **{key: np.array(value, np.float32) for key, value in self.constant.items()},
-        }
-        names = [ports[r] for r in ("logits", "present_key", "present_value", "routing")]
-        logits, keys, values, experts = decoder.run(names, feeds)
-        self.cache = (keys, values)
-        return logits, experts

@@ -10,13 +10,14 @@ import numpy as np
 import onnx
 import pytest
 
+from compiler.driver.onnx_backend import OnnxFiles
 from compiler.emitters.memory import plan_memory
 from compiler.kernels.program import KvCache, Module
 from compiler.passes.pipeline import LoweredPipeline
 from compiler.simulator import Simulator
 from examples.edgecard.materialise import HERE, materialise
 from tests.factories.onnx_models import disguise_submission, write_submission
-from tests.factories.onnx_runs import OnnxAnswers, lowered
+from tests.factories.onnx_runs import lowered
 
 TEXT_BASE = 64
 EOS = 2
@@ -83,9 +84,8 @@ class Reader:
     """Answers in the f64 interpreter, beside ONNX Runtime."""
 
     def __init__(self, directory: Path, module: Module) -> None:
-        document = json.loads((directory / "pipeline.json").read_text())
         self.simulator = Simulator(module, mode="f64")
-        self.reference = OnnxAnswers(directory, document)
+        self.reference = OnnxFiles(directory)
         self.greatest_difference = 0.0
 
     def see(self, pixels: np.ndarray) -> list[int]:

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
+from compiler.driver.onnx_backend import OnnxFiles
 from compiler.errors import MalformedModelError, UnsupportedOperatorError
 from compiler.kernels.program import KvCache, Module, Op, Program
 from compiler.simulator import Simulator
@@ -19,7 +20,7 @@ from tests.factories.onnx_models import (
     write_submission,
     write_tiny,
 )
-from tests.factories.onnx_runs import OnnxAnswers, lowered
+from tests.factories.onnx_runs import lowered
 
 
 def program(module: Module, name: str) -> Program:
@@ -77,7 +78,7 @@ def test_it_shares_weights_between_programs(module: Module) -> None:
 
 def check_answers(directory: Path, module: Module) -> None:
     """Compare an image and three steps with ONNX Runtime."""
-    simulator, reference = Simulator(module, mode="f64"), OnnxAnswers(directory, tiny_document())
+    simulator, reference = Simulator(module, mode="f64"), OnnxFiles(directory)
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8)).astype(np.uint8)
     seen = simulator.run_arrays("see", {"image": pixels.reshape(1, -1)})
     tokens, kept = reference.see(pixels)

@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import pytest
 
+from compiler.driver.onnx_backend import OnnxFiles
 from compiler.errors import MalformedModelError, UnsupportedOperatorError, UserModelError
 from compiler.kernels.program import Module, Op
 from compiler.simulator import Simulator
@@ -17,7 +18,7 @@ from tests.factories.onnx_models import (
     write_pruned,
     write_submission,
 )
-from tests.factories.onnx_runs import OnnxAnswers, lowered, session
+from tests.factories.onnx_runs import lowered, session
 
 ROUTED = (Op.EXPERTS, Op.MOE_LAYER)
 ALL = TinyShape(keep=16)
@@ -76,7 +77,7 @@ def test_kept_tokens_are_those_of_the_model(tmp_path: Path, score: str, fewest_c
     Random weights look about evenly at all tokens on average, so `mean` need not vary here.
     """
     directory = write_pruned(tmp_path, ALL, p=0.6, min_keep=2, score=score)
-    module, reference = lowered(directory).module, OnnxAnswers(directory, tiny_document(ALL))
+    module, reference = lowered(directory).module, OnnxFiles(directory)
     counts = set()
     for pixels in pictures():
         simulator, found, count = seen(module, pixels)
@@ -92,7 +93,7 @@ def test_kept_tokens_are_those_of_the_model(tmp_path: Path, score: str, fewest_c
 
 def test_it_answers_as_the_unpruned_model_when_all_is_kept(tmp_path: Path) -> None:
     directory = write_pruned(tmp_path, ALL, p=1.0, min_keep=16)
-    module, reference = lowered(directory).module, OnnxAnswers(directory, tiny_document(ALL))
+    module, reference = lowered(directory).module, OnnxFiles(directory)
     simulator, found, count = seen(module, pictures()[0])
     reference.see(pictures()[0])
     prefill(simulator, found, count)

@@ -1,0 +1,229 @@
+"""A plan in a process of its own, as a back end: what crashes there is an error here.
+
+    start -> (script) -> ready -> request, reply ... -> pipe closed -> gone
+    dead, hung or nonsense -> killed -> BackendCrashedError; the next call starts another one
+
+Protocol and bounds: `compiler.contract.runner_frames`. The runner is `plan_runner`, with a bundle's
+own kernels, or a freestanding program, on this machine or under an emulator. It ends when this
+process does, because its pipe then ends.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, ClassVar, Final
+
+from compiler.contract.backend import Backend, BackendAbsentError, BackendCrashedError, BackendError
+from compiler.contract.native_errors import raise_status
+from compiler.contract.pipeline import ProgramSpec
+from compiler.contract.plan import Plan
+from compiler.contract.plan_format import Status
+from compiler.contract.runner_frames import (
+    NONE,
+    REPLY,
+    ProgramFrames,
+    Reply,
+    frames_of,
+    keep_request,
+)
+from compiler.contract.session import Buffer
+
+TIMEOUT_S: Final = 60.0
+START_TIMEOUT_S: Final = 120.0
+_CHUNK_BYTES: Final = 1 << 16
+_SHOWN_BYTES: Final = 300
+_MS: Final = 1_000
+_PACKAGE_ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+class ProcessBackend(Backend):
+    """Runs a plan in a child."""
+
+    name: ClassVar[str] = "process"
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        plan: Plan,
+        script: Callable[[], bytes] = bytes,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            command: The runner, with an emulator before it where it needs one.
+            plan: What it runs; says which programs there are and how long frames may be.
+            script: Returns what a freestanding runner reads first; nothing for one that has its
+                bundle.
+            timeout_s: A call that takes longer ends the process.
+        """
+        super().__init__()
+        self._command, self._plan, self._script = tuple(command), plan, script
+        self._frames: Mapping[str, ProgramFrames] = frames_of(plan)
+        self._timeout_s = timeout_s
+        self._child: subprocess.Popen[bytes] | None = None
+        self._errors: IO[bytes] | None = None
+        self._kv_length = 0
+        self.starts = 0
+        """How many processes were started."""
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process, if one runs."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def kv_length(self) -> int:
+        """Rows in the key/value cache; 0 after a crash."""
+        return self._kv_length
+
+    @kv_length.setter
+    def kv_length(self, length: int) -> None:
+        """Forget every row from `length` on.
+
+        Raises:
+            BackendError: The number is negative.
+            ContextLostError: These rows were overwritten, or the process that had them is gone.
+            BackendCrashedError: As `execute`.
+        """
+        if length < 0:
+            raise BackendError(f"cannot set the cache to {length} rows")
+        if length > self._kv_length:
+            raise_status(Status.CONTEXT_LOST, f"cache of {length} rows")
+        if length != self._kv_length:
+            self._ask(keep_request(length), 0, f"cache of {length} rows")
+
+    def _load(self) -> Mapping[str, ProgramSpec]:
+        self._start()
+        return {name: each.spec for name, each in self._frames.items()}
+
+    def _execute(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
+        frames = self._frames[program]
+        tokens = frames.tokens(inputs)
+        request = frames.request(inputs, tokens)
+        data = self._ask(request, frames.reply_bytes(tokens), f"program {program!r}")
+        return frames.outputs_of(data, tokens)
+
+    def _ask(self, request: bytes, reply_bytes: int, what: str) -> bytes:
+        if self._child is None:
+            self._start()
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            reply, data = self._exchange(request, reply_bytes, deadline)
+        except (OSError, EOFError, ValueError) as error:
+            raise self._crashed(str(error) or "it ended") from error
+        except BaseException:  # an interrupt between request and reply: what comes next is torn
+            self._end()
+            raise
+        self._kv_length = reply.kv_length
+        if reply.status != Status.OK:
+            where = what if reply.failed_call == NONE else f"{what} call {reply.failed_call}"
+            raise_status(reply.status, where)
+        return data
+
+    def _exchange(self, request: bytes, reply_bytes: int, deadline: float) -> tuple[Reply, bytes]:
+        self._write(request, deadline)
+        reply = Reply(*REPLY.unpack(self._read(REPLY.size, deadline)))
+        wanted = reply_bytes if reply.status == Status.OK else 0
+        if reply.size_bytes != wanted:
+            raise ValueError(f"it announced {reply.size_bytes} bytes, not {wanted}")
+        return reply, self._read(wanted, deadline)
+
+    def _start(self) -> None:
+        self._kv_length = 0
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `_end`
+        try:
+            self._child = subprocess.Popen(  # noqa: S603 -- as configured, without a shell
+                self._command,
+                cwd=_PACKAGE_ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C is for us to pass on
+            )
+        except OSError as error:
+            self._end()
+            raise BackendAbsentError(
+                f"the plan runner cannot be started: {error}",
+                hint=f"is {self._command[0]} installed?",
+            ) from error
+        self.starts += 1
+        for pipe in (self._child.stdin, self._child.stdout):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+        try:
+            self._exchange(self._script(), 0, time.monotonic() + START_TIMEOUT_S)
+        except (OSError, EOFError, ValueError) as error:
+            raise self._crashed(f"it does not load the plan: {error}") from error
+
+    def _write(self, data: bytes, deadline: float) -> None:
+        assert self._child is not None
+        assert self._child.stdin is not None
+        fd, view = self._child.stdin.fileno(), memoryview(data)
+        while view:
+            self._wait(fd, select.POLLOUT, deadline)
+            with contextlib.suppress(BlockingIOError):
+                view = view[os.write(fd, view[:_CHUNK_BYTES]) :]
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        assert self._child is not None
+        assert self._child.stdout is not None
+        fd, data = self._child.stdout.fileno(), bytearray()
+        while len(data) < size:
+            self._wait(fd, select.POLLIN, deadline)
+            with contextlib.suppress(BlockingIOError):
+                part = os.read(fd, size - len(data))
+                if not part:
+                    raise EOFError("it ended")
+                data += part
+        return bytes(data)
+
+    def _wait(self, fd: int, event: int, deadline: float) -> None:
+        """Sleep until the pipe is ready."""
+        poll = select.poll()
+        poll.register(fd, event)
+        left_s = deadline - time.monotonic()
+        if left_s <= 0 or not poll.poll(left_s * _MS):
+            raise TimeoutError("it did not answer in time")
+
+    def _crashed(self, why: str) -> BackendCrashedError:
+        """End the process and return the error that tells how it went."""
+        status, told = self._end()
+        if status is not None and status < 0:
+            why = f"{why}; ended by {signal.Signals(-status).name}"
+        elif status:
+            why = f"{why}; exit status {status}"
+        return BackendCrashedError(
+            f"the plan runner is gone: {why}" + (f"; {told}" if told else ""),
+            hint="the next call starts another one; its cache is empty",
+        )
+
+    def _end(self) -> tuple[int | None, str]:
+        """Kill the process; return its status before that, if it had ended, and what it said."""
+        child, self._child, self._kv_length = self._child, None, 0
+        status, told = None, ""
+        if child is not None:
+            for pipe in (child.stdin, child.stdout):
+                if pipe is not None:
+                    pipe.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = child.wait(1.0)
+            child.kill()
+            child.wait()
+        if self._errors is not None:
+            self._errors.seek(0)
+            told = self._errors.read(_SHOWN_BYTES).decode("utf-8", "replace").strip()
+            self._errors.close()
+            self._errors = None
+        return status, told
+
+    def _unload(self) -> None:
+        self._end()
