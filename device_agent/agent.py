@@ -26,6 +26,7 @@ from device_agent.storage.guard import FolderLock
 from device_agent.storage.journal import Journal
 from device_agent.storage.objects import ObjectStore
 from device_agent.storage.slots import Slots
+from device_agent.storage.twin import TwinDocument
 from device_agent.telemetry.counters import Counters
 from device_agent.telemetry.spool import Spool
 from device_agent.telemetry.upload import Uploader
@@ -34,6 +35,7 @@ from device_agent.update.fetch import Fetcher
 from device_agent.update.install import InstallSteps
 from device_agent.update.loop import Poller, UpdateLoop
 from device_agent.update.probation import STUCK_TIMEOUTS, Probation
+from device_agent.update.rules import RulesWatch
 from device_agent.update.self_check import require_working_verifier
 from device_agent.update.switch import SwitchSteps, slot_fact
 from device_agent.update.verify import TrustFolder, Verifier
@@ -82,6 +84,7 @@ class Agent:
         self._journal = Journal(disk, folder / "journal")
         self.machine: UpdateMachine | None = None
         self.loop: UpdateLoop | None = None
+        self.rules: RulesWatch | None = None
 
     def enrolment(self) -> Enrolment:
         """Return the enrolment record.
@@ -108,7 +111,15 @@ class Agent:
             TrustError: This agent does not refuse forged metadata; it must not run.
         """
         require_working_verifier()
-        machine = self._machine(self.enrolment())
+        verifier = self._verifier(self.enrolment())
+        self.rules = RulesWatch(
+            verifier,
+            self.engine.rules,
+            TwinDocument(self.ports.disk, self.config.state_dir / "trust", "rules"),
+            self.config.rules_s,
+            self.ports.clock.monotonic,
+        )
+        machine = self._machine(verifier)
         self.machine, self.loop = machine, UpdateLoop(machine, self.poller, self.api)
         if self.slots.was_damaged:
             log.warning("the slot table is damaged; beginning without a bundle")
@@ -175,8 +186,8 @@ class Agent:
         else:
             self.slots.commit()
 
-    def _machine(self, enrolment: Enrolment) -> UpdateMachine:
-        install, switch = self._install_steps(enrolment), self._switch_steps()
+    def _machine(self, verifier: Verifier) -> UpdateMachine:
+        install, switch = self._install_steps(verifier), self._switch_steps()
         steps: dict[State, Step] = {
             State.VERIFYING: install.verify,
             State.DOWNLOADING: install.download,
@@ -196,9 +207,8 @@ class Agent:
         watched = {state: self._watched(state, step) for state, step in steps.items()}
         return UpdateMachine(self._journal, watched, facts)
 
-    def _install_steps(self, enrolment: Enrolment) -> InstallSteps:
-        clock = self.ports.clock
-        verifier = Verifier(
+    def _verifier(self, enrolment: Enrolment) -> Verifier:
+        return Verifier(
             api=self.api,
             http=self.http,
             config=self.config,
@@ -207,8 +217,11 @@ class Agent:
             floors=self.floors,
             known_manifest=self.store.known_bytes,
             fingerprint=lambda: self.fingerprint,
-            clock=clock,
+            clock=self.ports.clock,
         )
+
+    def _install_steps(self, verifier: Verifier) -> InstallSteps:
+        clock = self.ports.clock
         return InstallSteps(
             config=self.config,
             clock=clock,

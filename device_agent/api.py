@@ -26,6 +26,7 @@ from compiler.contract.protocol import (
     parse_poll_answer,
     text,
 )
+from compiler.contract.rules_order import PATH_RULES
 from device_agent.clock import Clock
 from device_agent.errors import CancelledError, ProtocolError, UnauthorizedError
 from device_agent.http import HttpClient, Response, StreamResponse, require_success
@@ -141,6 +142,13 @@ class DeviceApi:
         path = f"/d/v1/updates/{update_id}/assignment?nonce={nonce}"
         response = self._authorized("GET", path, {})
         return require_success(response, path.partition("?")[0], gone=CancelledError).body
+
+    def rules(self, nonce: str) -> bytes | None:
+        """Return the director's order about degrade rules, unverified; None if there is none."""
+        response = self._authorized("GET", f"{PATH_RULES}?nonce={nonce}", {})
+        if response.status == HTTPStatus.NOT_FOUND:
+            return None
+        return require_success(response, PATH_RULES).body
 
     def report(self, report: UpdateReport) -> None:
         """Tell the server where an update stands.

@@ -68,6 +68,8 @@ class AgentConfig:
             needed. 0 = all weights. A bundle that cannot run in as few is refused.
         degrade_rules: File of rules `sparsefleet.degrade/1`: when this device does less. Empty =
             `device_agent.runtime.degrade_keeper.DEFAULT_RULES`.
+        rules_s: Time between two questions for degrade rules of the server, which win over
+            `degrade_rules`; 0 = never ask.
         tdp_w: Power budget of this device, watts; 0 = unknown. Shown beside what answers take.
     """
 
@@ -112,6 +114,7 @@ class AgentConfig:
     max_weight_bytes: int = 0
     degrade_rules: str = ""
     tdp_w: float = 0.0
+    rules_s: float = 600.0
 
     def __post_init__(self) -> None:
         _require_valid(self)
@@ -242,6 +245,7 @@ _NOT_NEGATIVE: Final = (
     "max_weight_bytes",
     "min_rate_bytes_s",
     "tdp_w",
+    "rules_s",
 )
 _POSITIVE: Final = (
     "telemetry_s",

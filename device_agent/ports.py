@@ -15,6 +15,7 @@ from device_agent.errors import ConfigurationError
 from device_agent.probe.linux import probe
 from device_agent.runtime.degrade_keeper import DEFAULT_RULES
 from device_agent.runtime.engine import Engine, NativeEngine
+from device_agent.runtime.rule_book import RuleBook
 from device_agent.runtime.weights import WeightPool
 from device_agent.storage.disk import Disk
 from device_agent.storage.objects import ObjectStore
@@ -37,7 +38,7 @@ def native_engine(store: ObjectStore, config: AgentConfig) -> NativeEngine:
         config.threads,
         config.cpus,
         weights=WeightPool(config.max_weight_bytes),
-        rules=degrade_rules(config),
+        rules=RuleBook(degrade_rules(config)),
         tdp_w=config.tdp_w,
     )
 

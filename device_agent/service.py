@@ -128,6 +128,8 @@ class AgentService:
     def _upload_once(self) -> None:
         agent = self._agent
         try:
+            if agent.rules is not None:
+                agent.rules.turn()
             agent.uploader.run_once()
             write_live(agent.config, self._live())
         except (AgentError, OSError) as error:

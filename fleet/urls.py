@@ -10,5 +10,6 @@ urlpatterns = [
     path("poll", device.poll, name="device-poll"),
     path("updates/<int:update_id>/assignment", device.assignment, name="update-assignment"),
     path("updates/<int:update_id>/report", device.report, name="update-report"),
+    path("rules", device.rules, name="device-rules"),
     path("telemetry", device.telemetry, name="device-telemetry"),
 ]

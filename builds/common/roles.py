@@ -26,6 +26,7 @@ class Permission(StrEnum):
     DEVICE_ADMIT = "device_admit"
     GROUP_EDIT = "group_edit"
     CLAIM_EDIT = "claim_edit"
+    RULES_EDIT = "rules_edit"
     ROLLOUT_EDIT = "rollout_edit"
     ROLLOUT_APPROVE = "rollout_approve"
     ROLLOUT_HALT = "rollout_halt"
@@ -41,6 +42,7 @@ _RELEASE_MANAGER: Final = _DEVELOPER | {
     _P.DEVICE_ADMIT,
     _P.GROUP_EDIT,
     _P.CLAIM_EDIT,
+    _P.RULES_EDIT,
     _P.ROLLOUT_EDIT,
     _P.ROLLOUT_HALT,
     _P.AUDIT_VIEW,

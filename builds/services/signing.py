@@ -46,8 +46,10 @@ from builds.services.metadata_files import (
     repository_locked,
 )
 from builds.states import DeltaState
+from compiler.contract.canonical import sha256_hex
 from compiler.contract.manifest import target_path
 from compiler.contract.protocol import Assignment, DeltaOffer, OfferKind
+from compiler.contract.rules_order import RULES_PATH, RulesOrder
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +206,22 @@ def assignment_sign(
     target = target_file(path, len(manifest), bundle.manifest_sha256, assignment.to_json())
     document = Metadata(
         Targets(version=assignment_seq, expires=expiry("assignment", now), targets={path: target})
+    )
+    return signed_bytes(document, key_ring().signers(DIRECTOR, "targets"))
+
+
+def rules_sign(*, order: RulesOrder, clock: Clock | None = None) -> bytes:
+    """Return a director document that orders degrade rules for one device.
+
+    Raises:
+        SigningKeysError: The director's key is missing.
+    """
+    now = (clock or SystemClock()).now()
+    body = order.body()
+    target = target_file(RULES_PATH, len(body), sha256_hex(body), order.to_json())
+    expires = expiry("assignment", now)
+    document = Metadata(
+        Targets(version=order.revision, expires=expires, targets={RULES_PATH: target})
     )
     return signed_bytes(document, key_ring().signers(DIRECTOR, "targets"))
 

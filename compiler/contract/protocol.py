@@ -13,6 +13,8 @@ Chain of one update, device on the left:
     the update may no longer proceed
     POST updates/<id>/report                                  -> facts about the update, ordered by
     (attempt, seq)
+    GET  rules?nonce=                                         -> degrade rules, signed as an
+    assignment is; 404 while none were ever set
     POST telemetry                                            -> batches, idempotent on (device,
     boot, seq)
 """

@@ -189,6 +189,7 @@ class BundleAnswerer:
             facts["policy_now"] = self._keeper.facts()
         if self._degrade is not None:
             facts["rung"] = int(self._degrade.present)
+            facts["rules_revision"] = self._degrade.revision
             facts["degrade"] = {
                 **self._degrade.facts(),
                 "planned_bytes": {rung.name.lower(): size for rung, size in self._ladder.items()},

@@ -17,6 +17,7 @@ from compiler.contract.degrade import Rule, Rung, parse_rules, rules_bytes
 from compiler.contract.rule_language import comparisons
 from device_agent.probe import sensors
 from device_agent.runtime.degrade import Counter, DegradeState, Observation, degrade_step
+from device_agent.runtime.rule_book import RuleBook
 from device_agent.runtime.signals import LatencyWindow, PoolSignals, no_pool
 
 log = logging.getLogger("device_agent.runtime")
@@ -79,7 +80,7 @@ class DegradeKeeper:
 
     def __init__(
         self,
-        rules: Sequence[Rule],
+        rules: Sequence[Rule] | RuleBook,
         rungs: Sequence[Rung],
         monotonic: Callable[[], float],
         gauges: Gauges = machine_gauges,
@@ -88,13 +89,14 @@ class DegradeKeeper:
         """Start at NORMAL.
 
         Args:
-            rules: What to follow.
+            rules: What to follow; a book may be rewritten at any time.
             rungs: Those of the bundle, see `rungs_of`.
             monotonic: Clock in seconds.
             gauges: Reads the sensors.
             pool: Says how the expert pool does.
         """
-        self._rules, self._rungs = tuple(rules), tuple(rungs)
+        self._book = rules if isinstance(rules, RuleBook) else RuleBook(rules)
+        self._rungs = tuple(rungs)
         self._monotonic, self._gauges, self._pool = monotonic, gauges, pool
         self._latencies = LatencyWindow()
         self._state = DegradeState()
@@ -107,6 +109,11 @@ class DegradeKeeper:
         """The rung of the last answer; looks at nothing."""
         return self._state.rung
 
+    @property
+    def revision(self) -> int | None:
+        """Revision of the server's rules; None if it never sent any."""
+        return self._book.revision or None
+
     def rung(self) -> Rung:
         """Return the rung of the next answer; looks at the machine if it is time to."""
         now = self._monotonic()
@@ -114,7 +121,7 @@ class DegradeKeeper:
             return self._state.rung
         self._looked_at = now
         self._state, move = degrade_step(
-            self._state, self._rules, self._rungs, self._observed(now), now
+            self._state, self._book.rules, self._rungs, self._observed(now), now
         )
         if move is not None:
             self._moves += 1
@@ -143,7 +150,10 @@ class DegradeKeeper:
         """Return the signals of the rules in effect, or of the last one while recovering."""
         names = self._state.held or {self._last_rule}
         found = {
-            one.name for rule in self._rules if rule.name in names for one in comparisons(rule.when)
+            one.name
+            for rule in self._book.rules
+            if rule.name in names
+            for one in comparisons(rule.when)
         }
         return tuple(sorted(found))
 
@@ -155,6 +165,7 @@ class DegradeKeeper:
             "held": sorted(self._state.held),
             "moves": self._moves,
             "last_rule": self._last_rule,
+            "rules_revision": self._book.revision,
         }
 
     def _is_due(self, now: float) -> bool:

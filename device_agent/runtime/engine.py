@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from compiler.contract.degrade import Rule
 from compiler.contract.errors import ContractError
 from device_agent.errors import BundleError, SelfTestFailedError
 from device_agent.runtime.affinity import AUTO
@@ -25,6 +24,7 @@ from device_agent.runtime.energy import EnergyMeter
 from device_agent.runtime.guard import InferenceGuard, Opened
 from device_agent.runtime.heat import CriticalHeat
 from device_agent.runtime.residency import Residency, residency_of
+from device_agent.runtime.rule_book import RuleBook
 from device_agent.runtime.scrubber import Scrubber
 from device_agent.runtime.signals import no_pool
 from device_agent.runtime.tuning import Tuned, tune
@@ -39,6 +39,10 @@ MAX_OUTPUT_SHOWN: Final = 300
 
 class Engine(Protocol):
     """Runs bundles."""
+
+    @property
+    def rules(self) -> RuleBook:
+        """When a bundle does less."""
 
     def self_test(self, pointer: Pointer) -> None:
         """Check that the bundle computes here what it computed at its birth.
@@ -79,7 +83,7 @@ class NativeEngine:
     threads: int = 0
     cpus: str = AUTO
     weights: WeightPool = field(default_factory=WeightPool)
-    rules: tuple[Rule, ...] = DEFAULT_RULES
+    rules: RuleBook = field(default_factory=lambda: RuleBook(DEFAULT_RULES))
     tdp_w: float = 0.0
 
     def self_test(self, pointer: Pointer) -> None:

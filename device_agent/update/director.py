@@ -6,18 +6,19 @@ It is checked in the order of what an attacker could do: size, signature, time, 
 replay, names. Nothing of it is used before all of that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import Final, TypeVar
 
 from tuf.api.exceptions import RepositoryError
 from tuf.api.metadata import Metadata, Root, Targets
 
-from compiler.contract.canonical import SHA256_PATTERN
+from compiler.contract.canonical import SHA256_PATTERN, Json, sha256_hex
 from compiler.contract.errors import ContractError
 from compiler.contract.manifest import MAX_MANIFEST_BYTES
 from compiler.contract.protocol import MAX_DOCUMENT_BYTES, Assignment, assignment_from_json
+from compiler.contract.rules_order import RULES_PATH, RulesOrder, rules_order_from_json
 from device_agent.errors import (
     ExpiredError,
     MetadataError,
@@ -30,6 +31,7 @@ from device_agent.update.image_repository import trust_errors
 from device_agent.update.names import require_target_path
 
 MAX_ROOT_ROTATIONS: Final = 32
+OrderT = TypeVar("OrderT", Assignment, RulesOrder)
 Rooter = Callable[[int], bytes | None]
 
 
@@ -81,15 +83,10 @@ def verify_assignment(
         WrongDeviceError, NonceError: Not the answer to this device's question.
         TargetNameError: A name outside the grammar.
     """
-    if len(data) > MAX_DOCUMENT_BYTES:
-        raise MetadataError(f"assignment of {len(data)} bytes, limit {MAX_DOCUMENT_BYTES}")
-    root, root_bytes = latest_root(pinned_root, newer_root)
-    signed = _signed_targets(root, data)
-    if root.is_expired(expected.now):
-        raise ExpiredError("the director root is past its time")
-    if signed.is_expired(expected.now):
-        raise ExpiredError("the assignment is past its time")
-    assignment = _own_assignment(signed, expected)
+    signed, root, root_bytes = _verified(data, pinned_root, newer_root, expected.now)
+    assignment = _own(signed, expected, assignment_from_json)
+    if signed.version != assignment.assignment_seq:
+        raise MetadataError("assignment_seq and metadata version differ")
     path, target = next(iter(signed.targets.items()))
     sha256 = target.hashes.get("sha256", "")
     if set(target.hashes) != {"sha256"} or SHA256_PATTERN.fullmatch(sha256) is None:
@@ -99,6 +96,49 @@ def verify_assignment(
     return Directive(
         require_target_path(path), target.length, sha256, assignment, root_bytes, root.version
     )
+
+
+def verify_rules(
+    data: bytes, pinned_root: bytes, newer_root: Rooter, expected: Expected
+) -> RulesOrder:
+    """Verify an order about degrade rules; whether its revision is new is the caller's business.
+
+    Args:
+        data: As received.
+        pinned_root: Director root that is trusted.
+        newer_root: Returns the root document of a version, or None when there is none.
+        expected: Of this device and this request.
+
+    Raises:
+        MetadataError: Malformed or oversized, or the rules are not those that were signed for.
+        TrustError: As `verify_assignment`.
+    """
+    signed, _, _ = _verified(data, pinned_root, newer_root, expected.now)
+    order = _own(signed, expected, rules_order_from_json)
+    if signed.version != order.revision:
+        raise MetadataError("revision and metadata version differ")
+    path, target = next(iter(signed.targets.items()))
+    body = order.body()
+    if path != RULES_PATH or target.length != len(body):
+        raise TargetNameError("the order is not about degrade rules")
+    if target.hashes != {"sha256": sha256_hex(body)}:
+        raise MetadataError("the rules are not those that were signed for")
+    return order
+
+
+def _verified(
+    data: bytes, pinned_root: bytes, newer_root: Rooter, now: datetime
+) -> tuple[Targets, Root, bytes]:
+    """Return a document of the director in time, with the root that says so."""
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise MetadataError(f"document of {len(data)} bytes, limit {MAX_DOCUMENT_BYTES}")
+    root, root_bytes = latest_root(pinned_root, newer_root)
+    signed = _signed_targets(root, data)
+    if root.is_expired(now):
+        raise ExpiredError("the director root is past its time")
+    if signed.is_expired(now):
+        raise ExpiredError("the director's document is past its time")
+    return signed, root, root_bytes
 
 
 def latest_root(pinned: bytes, newer_root: Rooter) -> tuple[Root, bytes]:
@@ -130,30 +170,31 @@ def _signed_targets(root: Root, data: bytes) -> Targets:
     with trust_errors():
         document = Metadata[Targets].from_bytes(data)
         if not isinstance(document.signed, Targets):
-            raise MetadataError("the assignment is no TUF targets document")
+            raise MetadataError("the director's document is no TUF targets document")
         try:
             root.verify_delegate(Targets.type, document.signed_bytes, document.signatures)
         except RepositoryError as error:
-            raise SignatureRefusedError(f"assignment: {error}") from error
+            raise SignatureRefusedError(f"director: {error}") from error
         return document.signed
 
 
-def _own_assignment(signed: Targets, expected: Expected) -> Assignment:
+def _own(
+    signed: Targets, expected: Expected, from_json: Callable[[Mapping[str, Json]], OrderT]
+) -> OrderT:
+    """Return what the director says to this device, in answer to this question."""
     if len(signed.targets) != 1 or signed.delegations is not None:
-        raise MetadataError("an assignment names exactly one target and delegates nothing")
+        raise MetadataError("the director names exactly one target and delegates nothing")
     custom = next(iter(signed.targets.values())).custom
     if not isinstance(custom, dict):
-        raise MetadataError("the assignment says nothing about the device")
+        raise MetadataError("the director says nothing about the device")
     try:
-        assignment = assignment_from_json(custom)
+        order = from_json(custom)
     except (ContractError, ValueError) as error:
-        raise MetadataError(f"assignment: {error}") from error
-    if assignment.device_id != expected.device_id:
-        raise WrongDeviceError("the assignment is for another device")
-    if assignment.key_thumbprint != expected.key_thumbprint:
-        raise WrongDeviceError("the assignment is for another key")
-    if assignment.nonce != expected.nonce:
-        raise NonceError("the assignment does not echo the nonce of this request")
-    if signed.version != assignment.assignment_seq:
-        raise MetadataError("assignment_seq and metadata version differ")
-    return assignment
+        raise MetadataError(f"director: {error}") from error
+    if order.device_id != expected.device_id:
+        raise WrongDeviceError("the document is for another device")
+    if order.key_thumbprint != expected.key_thumbprint:
+        raise WrongDeviceError("the document is for another key")
+    if order.nonce != expected.nonce:
+        raise NonceError("the document does not echo the nonce of this request")
+    return order

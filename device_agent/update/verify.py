@@ -19,6 +19,7 @@ from compiler.contract.fingerprint import TARGET_LADDER, Fingerprint
 from compiler.contract.manifest import ReleaseManifest, parse_manifest, target_path
 from compiler.contract.plan_format import ABI_VERSION
 from compiler.contract.protocol import NONCE_BYTES
+from compiler.contract.rules_order import RulesOrder
 from device_agent.api import MAX_ROOT_BYTES, DeviceApi
 from device_agent.clock import Clock
 from device_agent.config import AgentConfig
@@ -33,7 +34,7 @@ from device_agent.http import HttpClient
 from device_agent.storage.disk import Disk
 from device_agent.storage.floors import Floors, FloorStore, effective_time
 from device_agent.update.context import UpdateContext
-from device_agent.update.director import Directive, Expected, verify_assignment
+from device_agent.update.director import Directive, Expected, verify_assignment, verify_rules
 from device_agent.update.image_repository import (
     MAX_METADATA_BYTES,
     ImageRepository,
@@ -141,16 +142,35 @@ class Verifier:
         self._trust.raise_director_root(directive.root)
         return VerifiedRelease(manifest, manifest_bytes, directive)
 
-    def _directive(self, context: UpdateContext, floors: Floors) -> Directive:
+    def rules_order(self) -> RulesOrder | None:
+        """Return the degrade rules that the director orders for this device; None for no order.
+
+        Raises:
+            TrustError: The subclass says which check failed.
+            StateLostError: This device does not know its floors any more.
+            AgentError: Network or disk.
+        """
+        nonce = secrets.token_hex(NONCE_BYTES)
+        data = self._api.rules(nonce)
+        if data is None:
+            return None
+        return verify_rules(
+            data, self._trust.root(DIRECTOR_ROOT), self._newer_director_root, self._expected(nonce)
+        )
+
+    def _expected(self, nonce: str) -> Expected:
         key = self._api.key
+        now = effective_time(self._clock.now(), self._floors.load())
+        return Expected(key.device_id, key.thumbprint, nonce, now)
+
+    def _directive(self, context: UpdateContext, floors: Floors) -> Directive:
         nonce = secrets.token_hex(NONCE_BYTES)
         data = self._api.assignment(context.update_id, nonce)
-        now = effective_time(self._clock.now(), floors)
         directive = verify_assignment(
             data,
             self._trust.root(DIRECTOR_ROOT),
             self._newer_director_root,
-            Expected(key.device_id, key.thumbprint, nonce, now),
+            self._expected(nonce),
         )
         assignment = directive.assignment
         if not floors.accepts(assignment.assignment_seq, directive.sha256):

@@ -8,6 +8,7 @@ from fleet.apis.claims import router as claims_router
 from fleet.apis.devices import router as devices_router
 from fleet.apis.groups import router as groups_router
 from fleet.apis.rollouts import router as rollouts_router
+from fleet.apis.rules import router as rules_router
 
 # (prefix, router, tag): added to the management API by the topmost layer
 routers: Final[tuple[tuple[str, Router, str], ...]] = (
@@ -15,6 +16,7 @@ routers: Final[tuple[tuple[str, Router, str], ...]] = (
     ("", groups_router, "groups"),
     ("", rollouts_router, "rollouts"),
     ("", claims_router, "claim tokens"),
+    ("", rules_router, "degrade rules"),
 )
 
 __all__ = ["routers"]

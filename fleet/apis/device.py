@@ -38,6 +38,7 @@ from fleet.services.enrolment import (
     enrolment_require,
 )
 from fleet.services.reports import update_report
+from fleet.services.rules import device_rules_order
 from fleet.services.signatures import SignedRequest, signature_require
 from fleet.services.telemetry import telemetry_ingest
 from fleet.states import DeviceState
@@ -132,6 +133,13 @@ def report(request: HttpRequest, update_id: int) -> HttpResponse:
     return _json(
         {"state": outcome.state.value, "new": outcome.was_new, "applied": outcome.was_applied}
     )
+
+
+@_device_view("GET", "HEAD")
+def rules(request: HttpRequest) -> HttpResponse:
+    device = _device(request)
+    data = device_rules_order(device_pk=device.pk, nonce=request.GET.get("nonce", ""))
+    return HttpResponse(data, content_type=JSON, headers={"Cache-Control": "no-store"})
 
 
 @_device_view("POST")

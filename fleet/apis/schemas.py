@@ -9,7 +9,7 @@ from ninja import Field, Schema
 from compiler.contract.canonical import parse_object
 from compiler.contract.protocol import OfferKind
 from fleet.gates import PROFILES
-from fleet.models import ClaimToken, Device, GateLook, Group, Rollout, Stage, Update
+from fleet.models import ClaimToken, DegradeRules, Device, GateLook, Group, Rollout, Stage, Update
 from fleet.selectors.listing import (
     RolloutCounts,
     answers_summary,
@@ -179,6 +179,37 @@ class DeviceDetailOut(DeviceOut):
 
 class DevicePage(Schema):
     items: list[DeviceOut]
+    next: str | None
+
+
+class RulesIn(Schema):
+    group: str = Field("", max_length=64, description="Name of a group; empty: the whole fleet.")
+    rules: dict[str, Any] | None = Field(
+        ..., description="A document `sparsefleet.degrade/1`; null takes the rules back."
+    )
+    note: str = Field("", max_length=200)
+
+
+class RulesOut(Schema):
+    revision: int = Field(..., alias="pk")
+    group: str
+    rules: dict[str, Any] | None = Field(None, alias="document")
+    note: str
+    created_by: str
+    created_at: datetime
+
+    @staticmethod
+    def resolve_group(row: DegradeRules) -> str:
+        return row.group.name if row.group is not None else ""
+
+
+class RulesPreviewOut(Schema):
+    devices: int
+    rules: list[dict[str, Any]]
+
+
+class RulesPage(Schema):
+    items: list[RulesOut]
     next: str | None
 
 

@@ -23,10 +23,12 @@ from fleet.models.rollouts import (
     UpdateReportRow,
     UpdateTransition,
 )
+from fleet.models.rules import DegradeRules
 from fleet.models.telemetry import TelemetryBatchKey, TelemetryRollup
 
 __all__ = [
     "ClaimToken",
+    "DegradeRules",
     "Device",
     "DeviceNonce",
     "DeviceStats",

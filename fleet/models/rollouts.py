@@ -37,6 +37,16 @@ class Group(models.Model):
     def __str__(self) -> str:
         return self.name
 
+    def has(self, device: Device) -> bool:
+        """Return whether a device passes the filter, whatever its state; needs `target` joined."""
+        wanted = self.filter
+        return bool(
+            self.model_id == device.model_id
+            and wanted.get("target") in (None, "", device.target.name)
+            and wanted.get("device_class") in (None, "", device.device_class)
+            and set(wanted.get("tags", ())) <= set(device.tags)
+        )
+
 
 class Rollout(models.Model):
     """A gray release of one version to one group. `gate` is a `fleet.gates.GateSpec`."""

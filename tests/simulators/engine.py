@@ -14,6 +14,7 @@ from device_agent.config import AgentConfig
 from device_agent.errors import BundleError, SelfTestFailedError
 from device_agent.runtime.answers import AnswerRecord, Outcome, Question
 from device_agent.runtime.bundle import read_manifest
+from device_agent.runtime.rule_book import RuleBook
 from device_agent.storage.objects import ObjectStore
 from device_agent.storage.slots import Pointer
 
@@ -61,6 +62,7 @@ class ToyEngine:
 
     store: ObjectStore
     started: list[str] = field(default_factory=list)
+    rules: RuleBook = field(default_factory=RuleBook)
 
     def self_test(self, pointer: Pointer) -> None:
         behaviour = self._load(pointer)

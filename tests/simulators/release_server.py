@@ -38,6 +38,7 @@ from compiler.contract.protocol import (
     UpdateState,
     parse_report,
 )
+from compiler.contract.rules_order import RulesOrder
 from compiler.contract.telemetry import TelemetryBatch, parse_batch
 from tests.simulators.bundles import ToyBundle, toy_delta
 from tests.simulators.tuf_repository import Director, ImageRepository
@@ -122,6 +123,8 @@ class ReleaseServer:
         self.arm: tuple[int | None, int | None, str] = (None, None, "")
         self.tokens: set[str] = set()
         self.nonces: set[str] = set()
+        self.rules: tuple[int, str | None] | None = None
+        self.order: Callable[[str, str], bytes] = self._order
         self.assign: Callable[[Update, str], bytes] = self._assign
         self.on_blob: Callable[[str], None] = lambda _sha256: None
         self._faults: dict[str, list[Fault]] = {}
@@ -302,6 +305,22 @@ class ReleaseServer:
         assignment = Assignment(**{**values, **changes})
         return self.director.assign(assignment, update.bundle.path, update.bundle.manifest_bytes)
 
+    def _rules(self, request: "_Request") -> Answer:
+        if self.rules is None:
+            return _problem(404, "app.not_found")
+        return Answer(200, self.order(request.token.partition(".")[0], request.query["nonce"]))
+
+    def _order(self, device_id: str, nonce: str, /, **changes: Any) -> bytes:
+        assert self.rules is not None
+        values: dict[str, Any] = {
+            "device_id": device_id,
+            "key_thumbprint": sha256_hex(self.keys[device_id]),
+            "nonce": nonce,
+            "revision": self.rules[0],
+            "text": self.rules[1],
+        }
+        return self.director.order(RulesOrder(**{**values, **changes}))
+
     def _report(self, request: "_Request") -> Answer:
         report = parse_report(request.body)
         update = self.updates[report.update_id]
@@ -370,9 +389,9 @@ class ReleaseServer:
 
 
 _SIGNED = ("enrol", "token")
-_TOKEN = ("poll", "assignment", "report", "telemetry", "blob")
+_TOKEN = ("poll", "assignment", "report", "telemetry", "blob", "rules")
 _KINDS = (
-    (r"/d/v1/(enrol|token|poll|telemetry)", None),
+    (r"/d/v1/(enrol|token|poll|telemetry|rules)", None),
     (r"/d/v1/updates/\d+/(assignment|report)", None),
     (r"/d/v1/blobs/[0-9a-f]{64}", "blob"),
     (r"/tuf/.+", "tuf"),

@@ -23,6 +23,7 @@ from tuf.api.serialization.json import JSONSerializer
 
 from compiler.contract.canonical import sha256_hex
 from compiler.contract.protocol import Assignment
+from compiler.contract.rules_order import RULES_PATH, RulesOrder
 
 BIN_BITS = 2
 SERIALIZER = JSONSerializer(compact=True)
@@ -186,6 +187,22 @@ class Director:
             Targets(version=assignment.assignment_seq, expires=expires or now() + timedelta(days=7))
         )
         document.signed.targets = {path: target_file(path, manifest, assignment.to_json())}
+        return signed(document, [key or self.online_key])
+
+    def order(
+        self,
+        order: RulesOrder,
+        *,
+        expires: datetime | None = None,
+        key: CryptoSigner | None = None,
+        version: int | None = None,
+        body: bytes | None = None,
+    ) -> bytes:
+        document = Metadata(
+            Targets(version=version or order.revision, expires=expires or now() + timedelta(days=7))
+        )
+        data = order.body() if body is None else body
+        document.signed.targets = {RULES_PATH: target_file(RULES_PATH, data, order.to_json())}
         return signed(document, [key or self.online_key])
 
     @property

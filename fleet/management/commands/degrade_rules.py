@@ -1,0 +1,71 @@
+"""Degrade rules of the fleet or a group: `manage.py degrade_rules set --file rules.json`."""
+
+import json
+from pathlib import Path
+
+from django.core.management.base import CommandError, CommandParser
+
+from builds.common.auth import SYSTEM
+from builds.common.commands import DatabaseCommand
+from builds.common.errors import ApplicationError
+from compiler.contract.degrade import MAX_RULES_BYTES
+from fleet.selectors.rules import rules_present
+from fleet.services.rules import RulesPreview, rules_preview, rules_set
+
+
+class Command(DatabaseCommand):
+    """Show, preview, set and take back degrade rules."""
+
+    help = "Show, preview, set or take back when devices do less."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Declare the options."""
+        parser.add_argument("action", choices=("show", "preview", "set", "clear"))
+        parser.add_argument("--file", type=Path, help="rules, sparsefleet.degrade/1")
+        parser.add_argument("--group", default="", help="name of a group; empty: the whole fleet")
+        parser.add_argument("--note", default="", help="why, for the audit")
+
+    def handle(self, *args: object, **options: object) -> None:
+        """Do it and say what was done."""
+        action, group, file = str(options["action"]), str(options["group"]), options["file"]
+        if action == "show":
+            self._show()
+            return
+        if (action == "clear") != (file is None):
+            raise CommandError("preview and set need --file, clear takes none")
+        document = _document(file) if isinstance(file, Path) else None
+        try:
+            preview = rules_preview(group=group, document=document)
+            self._tell(preview)
+            if action == "preview":
+                return
+            row = rules_set(actor=SYSTEM, group=group, document=document, note=str(options["note"]))
+        except ApplicationError as error:
+            hint = f"\nhint: {error.hint}" if error.hint else ""
+            raise CommandError(f"{error}{hint}") from error
+        self.stdout.write(f"{row}: devices follow when they ask next")
+
+    def _show(self) -> None:
+        rows = list(rules_present())
+        for row in rows:
+            text = "taken back" if row.document is None else json.dumps(row.document, indent=2)
+            self.stdout.write(f"{row}, {row.created_at:%Y-%m-%d %H:%M} by {row.created_by}: {text}")
+        if not rows:
+            self.stdout.write("no rules are set: devices follow their own")
+
+    def _tell(self, preview: RulesPreview) -> None:
+        for name, priority, rung, when, leave in preview.rules:
+            self.stdout.write(f"{name} ({priority}): {when} -> {rung}, until {leave}")
+        self.stdout.write(f"{len(preview.rules)} rules, {preview.devices} devices in scope")
+
+
+def _document(path: Path) -> dict[str, object]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_RULES_BYTES + 1)
+        document = json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CommandError(f"{path.name} cannot be read: {error}") from error
+    if len(data) > MAX_RULES_BYTES or not isinstance(document, dict):
+        raise CommandError(f"{path.name} is no rules document of at most {MAX_RULES_BYTES} bytes")
+    return document
