@@ -8,7 +8,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Final
 
-from compiler.contract.pool_abi import SfPoolCounts, SfPoolExpert, SfPoolSetup
+from compiler.contract.pool_abi import SfBuddyCounts, SfPoolCounts, SfPoolExpert, SfPoolSetup
 
 
 class SfSection(ctypes.Structure):
@@ -193,4 +193,5 @@ C_STRUCTS: Final = (
     _struct("sf_pool_expert", SfPoolExpert),
     _struct("sf_pool_setup", SfPoolSetup),
     _struct("sf_pool_counts", SfPoolCounts),
+    _struct("sf_buddy_counts", SfBuddyCounts),
 )

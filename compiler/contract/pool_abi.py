@@ -118,3 +118,44 @@ class SfPoolCounts(ctypes.Structure):
         ("reserved", ctypes.c_uint32),
         *((name, ctypes.c_uint64) for name in COUNTERS),
     )
+
+
+class BuddyStatus(IntEnum):
+    """What the calls of a buddy pool return."""
+
+    OK = 0
+    NO_ROOM = 1
+    """Fewer bytes are free than asked for, or no handle is."""
+    SCATTERED = 2
+    """Enough bytes are free, but not in one piece."""
+    HIDDEN = 3
+    """It is slid over itself: not readable until that is done."""
+    DONE = 4
+    """Nothing can go lower."""
+    BAD = 5
+    """The arguments make no sense."""
+
+
+BUDDY_COUNTERS: Final = (
+    "allocations",
+    "splits",
+    "merges",
+    "moves",
+    "slides",
+    "moved_bytes",
+    "asked_bytes",
+    "given_bytes",
+    "free_bytes",
+    "largest_bytes",
+)
+"""Of `SfBuddyCounts`; `BuddyPool.counts` says what each one is."""
+
+
+class SfBuddyCounts(ctypes.Structure):
+    """What a buddy pool counted, and what it holds now."""
+
+    _fields_ = (
+        ("struct_bytes", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in BUDDY_COUNTERS),
+    )

@@ -30,7 +30,7 @@ _RUNTIME: Final = (
     *("prelude", "vector", "math", "rows", "system", "swap"),
     *("policy", "steering", "trace", "pool"),
 )
-_POOL: Final = ("tag", "runs", "residency", "expert_pool", "pool_state")
+_POOL: Final = ("tag", "runs", "residency", "expert_pool", "pool_state", "buddy")
 _POLICY: Final = {
     "bounds": {
         "size": policy.SIZE_BYTES,

@@ -21,7 +21,7 @@ from compiler.contract.operations import (
     UnaryKind,
 )
 from compiler.contract.plan_format import Kind, KvKind, Status
-from compiler.contract.pool_abi import Eviction, ExpertState, PoolKnob
+from compiler.contract.pool_abi import BuddyStatus, Eviction, ExpertState, PoolKnob
 from compiler.contract.reference import MapKind, PoolKind, ReduceKind, ScatterKind
 from compiler.kernels import constants, registry
 
@@ -41,6 +41,7 @@ _ENUMS: Final[tuple[type[IntEnum], ...]] = (
     ExpertState,
     PoolKnob,
     Eviction,
+    BuddyStatus,
     MapKind,
     ReduceKind,
     PoolKind,
