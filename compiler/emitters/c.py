@@ -21,7 +21,7 @@ from compiler.emitters.interface import Part, SparseKernelEmitter
 from compiler.emitters.templates import SHARED, render
 from compiler.emitters.toolchain import PROGRAM_FLAGS, compile_c, compile_shared
 from compiler.hardware.targets import Target
-from compiler.kernels import constants, naming, reference, registry
+from compiler.kernels import constants, naming, registry
 from compiler.kernels.select import PORTABLE, TileSpec, select_tile, w8_part
 
 _C_TYPES: Final = {"s": "char", "H": "uint16_t", "I": "uint32_t", "Q": "uint64_t"}
@@ -147,9 +147,6 @@ class CEmitter(SparseKernelEmitter):
             "ops": [op.name for op in ops],
             "policy": _POLICY,
             "records": RECORDS,
-            "maps": reference.MAPS,
-            "layouts": reference.LAYOUT_OFFSETS,
-            "double": constants.DOUBLE,
             "steering": _STEERING,
             "structs": C_STRUCTS,
             "table": rows,

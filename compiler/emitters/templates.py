@@ -23,7 +23,7 @@ from compiler.contract.operations import (
 from compiler.contract.plan_format import Kind, KvKind, Status
 from compiler.contract.pool_abi import BuddyStatus, Eviction, ExpertState, PoolKnob
 from compiler.contract.reference import MapKind, PoolKind, ReduceKind, ScatterKind
-from compiler.kernels import constants, registry
+from compiler.kernels import constants, reference, registry
 
 _ROOT: Final = Path(registry.__file__).parent
 _ENUMS: Final[tuple[type[IntEnum], ...]] = (
@@ -52,11 +52,14 @@ _ENUMS: Final[tuple[type[IntEnum], ...]] = (
 SHARED: Final[Mapping[str, object]] = MappingProxyType(
     {
         "binary": registry.BINARY_SIGNS,
+        "double": constants.DOUBLE,
         "enums": {e.__name__: {m.name: int(m) for m in e} for e in _ENUMS},
         "exp": constants.EXP,
         "gelu": constants.GELU,
         "kv_limit": constants.KV_LIMIT,
+        "layouts": reference.LAYOUT_OFFSETS,
         "log": constants.LOG,
+        "maps": reference.MAPS,
         "query_limit": constants.QUERY_LIMIT,
         "smallest_amax": constants.SMALLEST_AMAX,
     }

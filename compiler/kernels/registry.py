@@ -23,7 +23,8 @@ STORED_TEMPLATE: Final = "templates/stored.c.in"
 SKIP_TEMPLATE: Final = "templates/skip.c.in"
 SKIP_USERS: Final = frozenset({Op.LINEAR, Op.EXPERTS})
 NM_TEMPLATE: Final = "templates/nm.c.in"
-REFERENCE_TEMPLATES: Final = ("templates/ref_common.c.in", "templates/ref_functions.c.in")
+SHARED_REFERENCE: Final = ("templates/ref_shared.c.in", "templates/ref_functions.c.in")
+REFERENCE_TEMPLATES: Final = (*SHARED_REFERENCE, "templates/ref_common.c.in")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import helper
 
 from compiler.contract.native_errors import (
     BadIndexError,
@@ -22,10 +25,14 @@ from compiler.emitters.runner import ScriptRun, play
 from compiler.emitters.tiles import live_mask
 from compiler.kernels.program import DENSE, NM, TILES, Module, Op
 from compiler.quant.row_codes import I8
+from tests.factories.checked_kernels import outcome
+from tests.factories.graph_runs import FORWARD, GraphCase
 from tests.factories.kernels import Case, native_targets, raw
+from tests.factories.legal_calls import draw
 from tests.factories.modules import small_decoder
 from tests.factories.opencl import EMITTER, device, load
 from tests.integration.test_native_emulated import IMAGE, runner, step
+from tests.integration.test_native_images import written
 from tests.integration.test_native_kv_codes import SHAPES, STEP, attention, rows
 from tests.integration.test_native_nm import linear as nm_linear
 from tests.integration.test_native_nm import shared
@@ -35,6 +42,7 @@ from tests.integration.test_native_tiles import experts, inputs, linear
 from tests.integration.test_native_w8 import coded
 
 pytestmark = pytest.mark.opencl
+DRAWS = 6
 OFFERED = [case for case in CASES if case.op in EMITTER.capabilities()]
 SPARSE = {
     "dense": lambda: linear(DENSE),
@@ -100,6 +108,17 @@ def test_it_gives_the_bits_of_the_simulator(case: OpCase) -> None:
         assert plan.kv_length == simulator.kv_length
 
 
+@pytest.mark.parametrize("op", Op, ids=lambda op: op.name)
+def test_random_legal_calls_give_the_outcome_of_the_simulator(op: Op) -> None:
+    """The same bits, or the same error, for calls that nobody thought of."""
+    for seed in range(DRAWS):
+        drawn = draw(op, seed)
+        case = Case.of(drawn.module)
+        values = drawn.values(drawn.module.max_tokens, seed)
+        expected = outcome(case.simulator().run, "run", values)
+        assert outcome(load(case).run, "run", values) == expected, seed
+
+
 @pytest.mark.parametrize("name", SPARSE)
 def test_every_back_end_gives_the_same_bits(name: str) -> None:
     case = Case.of(SPARSE[name]())
@@ -133,6 +152,44 @@ def test_it_runs_a_whole_decoder_with_pictures_and_a_cache(swiglu: bool) -> None
             runs.kv_length = run.keep if run.keep is not None else runs.kv_length
         assert raw(plan.run(run.program, run.inputs)) == raw(simulator.run(run.program, run.inputs))
         assert plan.kv_length == simulator.kv_length
+
+
+def seen(folder: Path) -> GraphCase:
+    """Write and compile a small network of images: fast kernels, and plain ones between them."""
+    rng = np.random.default_rng(11)
+    weights = {
+        "w1": rng.normal(0, 0.3, (12, 3, 3, 3)),
+        "w2": rng.normal(0, 0.3, (12, 1, 3, 3)),
+        "w3": rng.normal(0, 0.3, (12, 6, 2, 2)),
+        "w4": rng.normal(0, 0.3, (7, 12)),
+    }
+    node = helper.make_node
+    nodes = [
+        node("Conv", ["x", "w1"], ["c1"], pads=[1] * 4),
+        node("HardSwish", ["c1"], ["h1"]),
+        node("MaxPool", ["h1"], ["m1"], kernel_shape=[3, 3], strides=[2, 2], pads=[1] * 4),
+        node("Conv", ["m1", "w2"], ["c2"], group=12, pads=[1] * 4),
+        node("ConvTranspose", ["c2", "w3"], ["c3"], group=2, strides=[2, 2]),
+        node("Softplus", ["c3"], ["h3"]),
+        node("GlobalAveragePool", ["h3"], ["g"]),
+        node("Flatten", ["g"], ["f"]),
+        node("Gemm", ["f", "w4"], ["l"], transB=1),
+        node("TopK", ["l", "k"], ["best", "at"], largest=1),
+        node("Cast", ["at"], ["places"], to=onnx.TensorProto.FLOAT),
+        node("Concat", ["best", "places"], ["y"], axis=1),
+    ]
+    nodes.insert(0, node("Constant", [], ["k"], value_ints=[3]))
+    path = written(folder / "seen.onnx", nodes, weights, [2, 3, 10, 12], [2, 6])
+    return GraphCase.of(path, folder / "out")
+
+
+def test_a_network_of_images_gives_the_bits_of_the_simulator(tmp_path: Path) -> None:
+    case = seen(tmp_path)
+    assert {"CONV2D", "CONV_DEPTHWISE", "REF_CONV_TRANSPOSE", "REF_POOL"} <= case.operations
+    assert {"REF_MAP", "REF_REDUCE", "REF_TOPK", "REF_MOVE"} <= case.operations
+    x = np.random.default_rng(5).standard_normal((2, 3, 10, 12)).astype(np.float32)
+    feeds = case.feeds({"x": x})
+    assert raw(load(case.case).run(FORWARD, feeds)) == case.simulated(feeds)
 
 
 @pytest.mark.parametrize("layout", [DENSE, TILES])

@@ -1,4 +1,6 @@
-"""Reference kernels refuse a geometry that leaves their operands; the simulator does too."""
+"""Reference kernels refuse a geometry that leaves their operands; simulator and OpenCL do too."""
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -6,10 +8,12 @@ import pytest
 from compiler.contract.native_errors import NativeError
 from compiler.contract.operations import Op
 from compiler.contract.reference import MapKind, pack_geometry, unpack_geometry
+from compiler.contract.session import PlanRunner
 from compiler.kernels.program import Buffer, Call, Module, Program, Weight
 from compiler.kernels.reference import MAPS as C_ROWS
 from compiler.simulator.reference_maps import MAPS
 from tests.factories.kernels import Case, native_targets, raw
+from tests.factories.opencl import load
 
 MOVE = {"x": 0, "x_at": 0, "y_at": 0, "sizes": [3, 4], "x_steps": [4, 1], "y_steps": [4, 1]}
 GATHER = {
@@ -39,18 +43,29 @@ def case_of(op: Op, **changes: object) -> Case:
     return Case.of(Module((program,), buffers, weights, None, 1))
 
 
-def run(case: Case, *, native: bool) -> dict[str, bytes]:
-    runner = case.native(native_targets()[0]) if native else case.simulator()
-    return raw(runner.run("forward", {"tensor": np.arange(12, dtype="<f4").tobytes()}))
+RUNNERS: dict[str, Callable[[Case], PlanRunner]] = {
+    "native": lambda case: case.native(native_targets()[0]),
+    "simulator": Case.simulator,
+    "opencl": load,
+}
+EVERY = [
+    pytest.param(name, marks=pytest.mark.opencl) if name == "opencl" else name for name in RUNNERS
+]
+
+
+def run(case: Case, runner: str) -> dict[str, bytes]:
+    plan = RUNNERS[runner](case)
+    return raw(plan.run("forward", {"tensor": np.arange(12, dtype="<f4").tobytes()}))
 
 
 @pytest.mark.parametrize("op", WHOLE)
-def test_it_computes_the_right_geometry(op: Op) -> None:
+@pytest.mark.parametrize("runner", EVERY)
+def test_it_computes_the_right_geometry(op: Op, runner: str) -> None:
     case = case_of(op)
-    assert run(case, native=True) == run(case, native=False)
+    assert run(case, runner) == run(case, "simulator")
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "simulator"])
+@pytest.mark.parametrize("runner", EVERY)
 @pytest.mark.parametrize(
     ("op", "changes"),
     [
@@ -72,10 +87,10 @@ def test_it_computes_the_right_geometry(op: Op) -> None:
     ],
 )
 def test_it_touches_nothing_outside_its_operands(
-    op: Op, changes: dict[str, object], native: bool
+    op: Op, changes: dict[str, object], runner: str
 ) -> None:
     with pytest.raises(NativeError):
-        run(case_of(op, **changes), native=native)
+        run(case_of(op, **changes), runner)
 
 
 def test_it_knows_every_function_on_both_sides() -> None:

@@ -53,6 +53,13 @@ class Local:
 
 
 @dataclass(frozen=True, slots=True)
+class Long:
+    """A whole number that a kernel takes in 64 bits."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """One launch, as an observer sees it: global and local size, bytes of local memory."""
 
@@ -62,7 +69,7 @@ class Launch:
     local_bytes: int
 
 
-Argument = Operand | Local | int | float
+Argument = Operand | Local | Long | int | float
 
 
 class Device:
@@ -154,6 +161,8 @@ class Device:
             return [argument.buffer, np.uint64(argument.at)]
         if isinstance(argument, Local):
             return [self._cl.LocalMemory(argument.bytes)]
+        if isinstance(argument, Long):
+            return [np.uint64(argument.value)]
         if isinstance(argument, float):
             return [np.float32(argument)]
         return [np.int32(argument)]

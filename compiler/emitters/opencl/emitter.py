@@ -20,6 +20,7 @@ _TILED: Final = ("opencl/tile.cl.in", "opencl/products.cl.in")
 _ROUTED: Final = (registry.ROUTE_TEMPLATE, "opencl/route.cl.in")
 _STEPS: Final = (registry.RECURRENT_TEMPLATE, "opencl/recurrent.cl.in")
 _CHOICES: Final = (registry.PRUNE_TEMPLATE, "opencl/prune.cl.in")
+_REFERENCE: Final = ("opencl/doubles.cl.in", *registry.SHARED_REFERENCE)
 _NORMS: Final = ("opencl/norms.cl.in",)
 _ELEMENTWISE: Final = ("opencl/elementwise.cl.in",)
 _MOVES: Final = ("opencl/moves.cl.in",)
@@ -48,6 +49,11 @@ TEMPLATES: Final[Mapping[Op, tuple[str, ...]]] = MappingProxyType(
         **dict.fromkeys((Op.COLS_CONCAT, Op.COLS_SLICE), _MOVES),
         Op.EXPERT_PREFETCH: (),
         Op.EXPERT_LOAD: (),
+        **{
+            op: (*_REFERENCE, "opencl/reference.cl.in")
+            for op, spec in registry.KERNELS.items()
+            if spec.is_reference
+        },
     }
 )
 """Templates of each operation, besides the base; what is not here is refused by name."""
@@ -92,6 +98,6 @@ class OpenClEmitter(SparseKernelEmitter):
 def _ordered(names: Iterable[str]) -> list[str]:
     """Return each template once: what others build on first, then by name."""
     shared = (registry.GELU_TEMPLATE, registry.PRUNE_TEMPLATE, registry.RECURRENT_TEMPLATE)
-    rank = (*_BASE, *shared, *_TILED, *_ROUTED)
+    rank = (*_BASE, *shared, *_REFERENCE, *_TILED, *_ROUTED)
     found = dict.fromkeys(names)
     return [*(name for name in rank if name in found), *sorted(found.keys() - set(rank))]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from compiler.contract.native_errors import (
     ContextFullError,
@@ -49,7 +50,8 @@ class View:
 class DeviceWeights:
     """All weights of a plan in one buffer; of W4 only the live tiles, however they are stored.
 
-    Codes of products and tables are decoded, those of routers stay codes.
+    Codes of products and tables are decoded, those of routers stay codes. Integers (geometries of
+    reference operations among them) stay at hand, because launches follow from them.
     """
 
     def __init__(self, device: Device, plan: Plan, sections: Mapping[str, bytes]) -> None:
@@ -64,6 +66,7 @@ class DeviceWeights:
         self._data = bytearray()
         self.offsets: dict[int, int] = {}
         self.tiles: dict[int, StoredTiles] = {}
+        self.integers: dict[int, NDArray[np.int32]] = {}
         for number, weight in enumerate(plan.weights):
             if number in packed:
                 self.tiles[number] = self._add_tiles(packed[number])
@@ -72,6 +75,9 @@ class DeviceWeights:
             stored = section[weight.offset : weight.offset + weight.length]
             if number in products and weight.kind is Kind.I8_ROWS:
                 stored = _decoded(weight, stored)
+            if weight.kind is Kind.I32:
+                whole = np.frombuffer(stored, "<i4").reshape(weight.rows, weight.cols)
+                self.integers[number] = whole
             self.offsets[number] = self._add(stored)
         self.buffer = device.upload(bytes(self._data))
         self._data.clear()

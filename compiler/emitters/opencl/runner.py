@@ -22,6 +22,7 @@ from compiler.emitters.opencl import (
     products,
     prune,
     recurrent,
+    reference,
     routed,
 )
 from compiler.emitters.opencl.device import Device
@@ -65,6 +66,7 @@ LAUNCHERS: Final[Mapping[Op, Launcher]] = MappingProxyType(
         Op.ROWS_SLICE: moves.rows_slice,
         Op.COLS_CONCAT: moves.cols_concat,
         Op.COLS_SLICE: moves.cols_slice,
+        **reference.LAUNCHERS,
     }
 )
 
