@@ -19,7 +19,7 @@ ELEMENT_BYTES: Final = MappingProxyType({"codes4": 1, "scales8": 1, "f32": 4, "r
 PLANE_KINDS: Final = tuple(ELEMENT_BYTES)
 MAX_SECTION_BYTES: Final = 1 << 34
 COMPONENT_PATTERN: Final = re.compile(
-    r"plan|kernels|pipeline|selftest|router_stats|expert_groups|schedule|bands|policy|weights\.shared"
+    r"plan|kernels|pipeline|selftest|router_stats|expert_groups|schedule|bands|policy|steering|weights\.shared"
     r"|expert\.L(?:0|[1-9][0-9]{0,3})\.E(?:0|[1-9][0-9]{0,3})"
 )
 

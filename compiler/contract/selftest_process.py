@@ -25,7 +25,7 @@ BROKEN: Final = 2
 NOT_WEIGHTS: Final = frozenset(
     (
         *("plan", "kernels", "pipeline", "selftest"),
-        *("router_stats", "expert_groups", "schedule", "bands", "policy"),
+        *("router_stats", "expert_groups", "schedule", "bands", "policy", "steering"),
     )
 )
 

@@ -40,6 +40,7 @@ from compiler.driver.sections import (
     sqnr_rows,
 )
 from compiler.driver.stages import ORIGINS, Portable, StageClock
+from compiler.driver.steering_stage import Searched, search_steering
 from compiler.emitters.plan import EmittedPlan, emit_plan
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.kernels.program import Module
@@ -105,8 +106,14 @@ def make_portable(
         if not is_constant_time:  # how many experts a step takes would tell its routing entropy
             banded = band_module(directory, spec, learned.module, packed.packed, record, cache)
         made, parts, plan_facts = _planned(spec, banded, packed, record, is_constant_time)
+        parts |= learned.sections
+        steering = Searched()
+        if not is_constant_time:  # what lies in memory, and how sure a router is, would be told
+            steering = search_steering(directory, parts, learned.module, record, cache)
+    plan_facts |= steering.facts
     facts = plan_facts | weight_facts | dict(learned.facts) | _pass_facts(lowered, banded)
-    return Portable(parts | dict(learned.sections), made.planes, lowered.ir_text, facts, made.plan)
+    parts |= steering.sections
+    return Portable(parts, made.planes, lowered.ir_text, facts, made.plan)
 
 
 def _planned(

@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -12,9 +13,10 @@ from compiler.contract.manifest import ReleaseManifest
 from compiler.contract.plan import Plan, PlanCall, parse_plan
 from compiler.contract.plan_format import DTYPE_NAMES, Direction
 from compiler.contract.selftest import parse_selftest
+from compiler.contract.steering_points import SECTION, parse_steering_points
 from compiler.driver.bundle_files import IR, read_bundle, read_text
 from compiler.driver.commands.base import Answer, Command, Console, shown_bytes, table
-from compiler.driver.explain.running_text import policy_lines
+from compiler.driver.explain.running_text import policy_lines, steering_lines
 from compiler.driver.policy_stage import POLICY, policy_facts
 from compiler.errors import UsageError
 
@@ -198,6 +200,14 @@ def _policy(_: ReleaseManifest, sections: Sections, plan: Plan) -> Answer:
     return Answer([*policy_lines(facts)][1:], facts)
 
 
+def _steering(_: ReleaseManifest, sections: Sections, __: Plan) -> Answer:
+    if SECTION not in sections:
+        return Answer(["this bundle has no coefficients of steered routers"], None)
+    found = asdict(parse_steering_points(sections[SECTION]))
+    document: Json = {**found, "points": [dict(point) for point in found["points"]]}
+    return Answer([*steering_lines(found)][1:], document)
+
+
 VIEWS: Final[Mapping[str, View]] = MappingProxyType(
     {
         "sections": _sections,
@@ -207,6 +217,7 @@ VIEWS: Final[Mapping[str, View]] = MappingProxyType(
         "memory": _memory,
         "selftest": _selftest,
         "policy": _policy,
+        "steering": _steering,
     }
 )
 

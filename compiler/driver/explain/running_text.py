@@ -14,6 +14,10 @@ NATS: Final = 1000
 _KERNELS: Final = ("operation", "kernel", "weights", "because")
 _CLASS: Final = ("calls", "weights read", "rows", "in this plan")
 _BANDS: Final = ("entropy, nats", "steps", "program", "experts", "right", "because")
+_STEERING: Final = (
+    *("pull", "protect", "margin", "lean", "experts a token", "misses"),
+    *("lost", "won", "used"),
+)
 _SECOND: Final = frozenset({1})
 _LEARNT: Final = ("entropy, nats", "steps", "experts that differ", "to prefetch")
 
@@ -25,6 +29,7 @@ def running_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from _schedule_lines(report)
     yield from _routing_lines(report)
     yield from _band_lines(report)
+    yield from steering_lines(report.get("steering"))
     yield from policy_lines(report.get("policy"))
     yield from _kernel_lines(report)
     yield from _weight_lines(report)
@@ -212,3 +217,34 @@ def _band_lines(report: Mapping[str, Any]) -> Iterator[str]:
         for row, end in zip(bands, ends, strict=True)
     ]
     yield from indented(table([_BANDS, *rows], right=frozenset({1, 4})))
+
+
+def steering_lines(found: Mapping[str, Any] | None) -> Iterator[str]:
+    """Say with which coefficients a device steers its routers, and what was judged."""
+    if not found:
+        return
+    yield ""
+    if "reason" in found:
+        yield f"steered routers: no coefficients, because {found['reason']}"
+        return
+    yield (
+        f"steered routers: {found['right'] / found['questions']:.2%} of {found['questions']} "
+        f"calibration questions right and {found['misses']} experts loaded unsteered, with "
+        f"{found['resident'] / 10:.0f} % of the experts in memory"
+    )
+    uses = {found["pressed"]: "as memory gets short", found["always"]: "always"}
+    rows = [
+        (
+            f"{row['pull'] / 1000:g}",
+            row["protect"],
+            f"{row['margin'] / 1000:g}",
+            f"{row['lean'] / 1000:g}",
+            f"{row['mean_k'] / 1000:.2f}",
+            row["misses"],
+            row["worse"],
+            row["better"],
+            uses.get(at, ""),
+        )
+        for at, row in enumerate(found["points"])
+    ]
+    yield from indented(table([_STEERING, *rows], right=frozenset(range(8))))
