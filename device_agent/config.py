@@ -18,6 +18,7 @@ from device_agent.errors import ConfigurationError
 from device_agent.runtime.affinity import AUTO, require_cpus
 
 ENVIRONMENT_PREFIX: Final = "SPARSEFLEET_AGENT_"
+STEERING: Final = ("auto", "off")
 ISA_LEVELS: Final = ("", "x86-64-v1", "x86-64-v2", "x86-64-v3")
 
 
@@ -71,6 +72,8 @@ class AgentConfig:
         rules_s: Time between two questions for degrade rules of the server, which win over
             `degrade_rules`; 0 = never ask.
         tdp_w: Power budget of this device, watts; 0 = unknown. Shown beside what answers take.
+        steering: `auto` = routers go by what lies in memory and take fewer experts where they are
+            sure, by the bundle's coefficients; `off` = they choose as the model says.
     """
 
     server_url: str = "http://127.0.0.1:8000"
@@ -115,6 +118,7 @@ class AgentConfig:
     degrade_rules: str = ""
     tdp_w: float = 0.0
     rules_s: float = 600.0
+    steering: str = STEERING[0]
 
     def __post_init__(self) -> None:
         _require_valid(self)
@@ -210,10 +214,7 @@ def _require_valid(config: AgentConfig) -> None:
             f"server_url {config.server_url!r} is no http(s) address",
             hint="for example https://fleet.example",
         )
-    if config.isa_limit not in ISA_LEVELS:
-        raise ConfigurationError(
-            f"isa_limit {config.isa_limit!r}", hint="one of: " + ", ".join(ISA_LEVELS[1:])
-        )
+    _require_choices(config)
     _require_threads(config)
     if config.model and NAME_PATTERN.fullmatch(config.model) is None:
         raise ConfigurationError(f"model {config.model!r} must match {NAME_PATTERN.pattern}")
@@ -228,6 +229,13 @@ def _require_valid(config: AgentConfig) -> None:
             raise ConfigurationError(f"{name} must be in (0, 1]")
 
 
+def _require_choices(config: AgentConfig) -> None:
+    for name, allowed in _CHOICES.items():
+        if getattr(config, name) not in allowed:
+            shown = ", ".join(filter(None, allowed))
+            raise ConfigurationError(f"{name} {getattr(config, name)!r}", hint=f"one of: {shown}")
+
+
 def _require_threads(config: AgentConfig) -> None:
     require_cpus(config.cpus)
     if not 0 <= config.threads <= MAX_THREADS:
@@ -236,6 +244,7 @@ def _require_threads(config: AgentConfig) -> None:
         )
 
 
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {"isa_limit": ISA_LEVELS, "steering": STEERING}
 _NOT_NEGATIVE: Final = (
     "poll_s",
     "questions_per_s",

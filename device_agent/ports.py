@@ -40,6 +40,7 @@ def native_engine(store: ObjectStore, config: AgentConfig) -> NativeEngine:
         weights=WeightPool(config.max_weight_bytes),
         rules=RuleBook(degrade_rules(config)),
         tdp_w=config.tdp_w,
+        steers=config.steering != "off",
     )
 
 

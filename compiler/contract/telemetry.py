@@ -43,6 +43,8 @@ GAUGES: Final = (
     "expert_damaged",
     "fragmentation_internal_per_mille",
     "fragmentation_external_per_mille",
+    "experts_per_mille",
+    "experts_substituted",
 )
 """What a batch may say of the running code; `docs/formats/telemetry.md` says what each one is. What
 a device does not know is left out."""

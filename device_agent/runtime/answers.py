@@ -24,10 +24,13 @@ from device_agent.runtime.faults import AS_ASKED, FaultKind, Way, kind_of
 from device_agent.runtime.keeper import PolicyKeeper
 from device_agent.runtime.residency import Residency
 from device_agent.runtime.sentinel import SentinelRunner
+from device_agent.runtime.steering_keeper import SteeringKeeper
 from device_agent.runtime.work import WorkRunner
 
 log = logging.getLogger("device_agent.runtime")
 
+SUBSTITUTED: Final = "substituted"
+"""Why an answer is degraded that did without an expert which might not be loaded."""
 _SECOND_MS: Final = 1_000.0
 
 
@@ -142,6 +145,7 @@ class BundleAnswerer:
         degrade: DegradeKeeper | None = None,
         pager: PagerSwitch | Residency | None = None,
         energy: EnergyMeter | None = None,
+        steering: SteeringKeeper | None = None,
     ) -> None:
         """Start a session; `keeper` and `degrade` see every answer and keep policy and rung.
 
@@ -154,6 +158,7 @@ class BundleAnswerer:
             degrade: Of the rung.
             pager: Where experts come from, if they are paged; already told to the plan.
             energy: Says what answers cost.
+            steering: Of the bundle's routers.
 
         Raises:
             ContractError: The bundle does not answer in words.
@@ -164,10 +169,12 @@ class BundleAnswerer:
         self._degrade = degrade
         self._pager = pager
         self._energy = energy
+        self._steering = steering
         self._pipeline: Pipeline = bundle.pipeline
         self._ladder = bundle.ladder
         self._native: ClosableRunner = bundle.runner
-        self._runner = TimeoutRunner(bundle.runner, monotonic)
+        nearest: PlanRunner = bundle.runner if steering is None else steering.runner
+        self._runner = TimeoutRunner(nearest, monotonic)
         self._work = WorkRunner(self._runner, bundle.pipeline, bundle.work)
         watched = SentinelRunner(self._work, bundle.pipeline)
         self._bands = bundle.bands
@@ -201,6 +208,8 @@ class BundleAnswerer:
             facts |= self._energy.gauges()
         if isinstance(self._pager, Residency):
             facts.update(self._pager.facts())
+        if self._steering is not None:
+            facts |= {"steering": self._steering.facts(), **self._steering.gauges()}
         return facts
 
     @property
@@ -236,6 +245,8 @@ class BundleAnswerer:
         limit_s = min(limit_s, self._timeout_s)
         self._runner.deadline = start + limit_s
         words, outcome, detail, fault = self._attempt(question, way)
+        if self._steering is not None and self._steering.answered():
+            reasons = (*reasons, SUBSTITUTED)
         latency_ms = (self._monotonic() - start) * _SECOND_MS
         if self._keeper is not None:
             self._keeper.answered()
@@ -304,6 +315,8 @@ class BundleAnswerer:
             self._banded.fewest = way.fewest or rung >= Rung.FEWER_EXPERTS
         if isinstance(self._pager, Residency):
             self._pager.look()
+        if self._steering is not None:
+            self._steering.answers(fewer=way.fewest or rung >= Rung.FEWER_EXPERTS)
         if self._pager is not None:
             self._pager.is_fetching_ahead = way.prefetch and rung < Rung.NO_PREFETCH
         return () if self._degrade is None or rung is Rung.NORMAL else self._degrade.reasons()

@@ -27,13 +27,22 @@ from compiler.contract.manifest import (
 )
 from compiler.contract.native import NativePlan
 from compiler.contract.native_policy import PolicySeat
+from compiler.contract.native_steering import SteeringSeat
 from compiler.contract.native_weights import LoadedWeights
 from compiler.contract.pipeline import Pipeline, parse_pipeline
 from compiler.contract.plan import Plan, parse_plan
 from compiler.contract.planes import MAX_SECTION_BYTES
 from compiler.contract.policy import PLAIN, Policy, parse_policy
+from compiler.contract.router_stats import parse_router_stats
 from compiler.contract.schedule import parse_schedule
 from compiler.contract.schedule_order import verify_schedule
+from compiler.contract.steering_points import (
+    MILLI,
+    SECTION,
+    SteeringPoints,
+    modality_bias,
+    parse_steering_points,
+)
 from device_agent.errors import BundleError, NoBundleError
 from device_agent.runtime.residency import SectionSource, pooled_weights
 from device_agent.runtime.threads import ThreadedRunner
@@ -49,10 +58,29 @@ SELF_TEST: Final = "selftest"
 SCHEDULE: Final = "schedule"
 BANDS: Final = "bands"
 POLICY: Final = "policy"
+ROUTER_STATS: Final = "router_stats"
 NEEDED: Final = frozenset((PLAN, KERNELS, PIPELINE, SELF_TEST))
 MANIFEST_FILE: Final = "manifest.json"
 SECTIONS_FOLDER: Final = "sections"
 _NO_BUNDLE_HINT: Final = "a bundle is what `python -m compiler compile --out DIR` writes"
+
+
+def _steering(views: Mapping[str, memoryview]) -> tuple[SteeringPoints | None, tuple[float, ...]]:
+    """Return the coefficients of a bundle, and the bias of those in use as memory gets short.
+
+    Raises:
+        ContractError: A section does not parse.
+    """
+    if SECTION not in views:
+        return None, ()
+    points = parse_steering_points(bytes(views[SECTION]))
+    lean = points.points[points.pressed].lean
+    if not lean or ROUTER_STATS not in views:
+        return points, ()
+    plan, stats = (bytes(views[name]) for name in (PLAN, ROUTER_STATS))
+    found = parse_plan(plan)
+    bias = modality_bias(parse_router_stats(stats), found.sections, found.weights, lean / MILLI)
+    return points, bias
 
 
 class ClosableRunner(ThreadedRunner, Protocol):
@@ -84,6 +112,10 @@ class ClosableRunner(ThreadedRunner, Protocol):
     def policy(self) -> PolicySeat:
         """Where its policy is swapped."""
 
+    @property
+    def steering(self) -> SteeringSeat:
+        """Where what its routers go by is swapped."""
+
     def close(self) -> None:
         """Free it."""
 
@@ -102,6 +134,8 @@ class LoadedBundle:
         sections: SHA-256 and length of every section, as the manifest signs for them.
         ladder: What a step needs of weights on each rung, bytes.
         work: What one run of each program needs.
+        steering: Coefficients of its routers; None if nothing was judged.
+        bias: By weight, what its routers lean by; empty for nothing.
     """
 
     manifest_sha256: str
@@ -113,6 +147,8 @@ class LoadedBundle:
     sections: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     ladder: Mapping[Rung, int] = field(default_factory=dict)
     work: Mapping[str, ProgramWork] = field(default_factory=dict)
+    steering: SteeringPoints | None = None
+    bias: tuple[float, ...] = ()
 
 
 def read_manifest(store: ObjectStore, sha256: str, size_bytes: int) -> ReleaseManifest:
@@ -248,6 +284,7 @@ def _load(
         pipeline = parse_pipeline(bytes(views[PIPELINE]))
         policy = parse_policy(bytes(views[POLICY])) if POLICY in views else PLAIN
         bands = parse_bands(bytes(views[BANDS])) if BANDS in views else None
+        steering, bias = _steering(views)
         sections = {item.component: (item.sha256, item.size_bytes) for item in manifest.sections}
         digests = {name: item.sha256 for name, item in named.items()}
         kernels = bytes(views[KERNELS])
@@ -262,8 +299,19 @@ def _load(
         weights = pool.load(plan, digests, kernels, make)
         runner = NativePlan(kernels, bytes(views[PLAN]), weights)
     self_test = bytes(views[SELF_TEST])
-    work = program_work(plan)
-    return LoadedBundle(sha256, runner, pipeline, self_test, policy, bands, sections, ladder, work)
+    return LoadedBundle(
+        manifest_sha256=sha256,
+        runner=runner,
+        pipeline=pipeline,
+        self_test=self_test,
+        policy=policy,
+        bands=bands,
+        sections=sections,
+        ladder=ladder,
+        work=program_work(plan),
+        steering=steering,
+        bias=bias,
+    )
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from device_agent.runtime.residency import Residency, residency_of
 from device_agent.runtime.rule_book import RuleBook
 from device_agent.runtime.scrubber import Scrubber
 from device_agent.runtime.signals import no_pool
+from device_agent.runtime.steering_keeper import steering_keeper
 from device_agent.runtime.tuning import Tuned, tune
 from device_agent.runtime.weights import WeightPool
 from device_agent.storage.objects import ObjectStore
@@ -74,6 +75,7 @@ class NativeEngine:
             shares them with the one that runs, so it starts without copying them.
         rules: When a bundle does less.
         tdp_w: Power budget of the device, watts; 0 = it was not told.
+        steers: Whether routers go by what lies in memory, and by how sure they are.
     """
 
     store: ObjectStore
@@ -85,6 +87,7 @@ class NativeEngine:
     weights: WeightPool = field(default_factory=WeightPool)
     rules: RuleBook = field(default_factory=lambda: RuleBook(DEFAULT_RULES))
     tdp_w: float = 0.0
+    steers: bool = True
 
     def self_test(self, pointer: Pointer) -> None:
         """Run the self-test in a child; see `Engine`."""
@@ -150,6 +153,7 @@ class _Opening:
         try:
             tuned = engine.tune(bundle)
             self._watch(residency_of(bundle.runner.weights, time.monotonic))
+            keeper = steering_keeper(bundle, time.monotonic) if engine.steers else None
             if self._degrade is None:
                 rungs = rungs_of(bundle.bands, is_paged=self._residency is not None)
                 self._degrade = DegradeKeeper(
@@ -163,6 +167,7 @@ class _Opening:
                 degrade=self._degrade,
                 pager=self._residency,
                 energy=self._energy,
+                steering=keeper,
             )
         except ContractError as error:
             bundle.runner.close()

@@ -3,7 +3,10 @@
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from compiler.driver.compile import compile_model
+from compiler.driver.native_check import host_target
 from compiler.driver.options import CompiledBundle, CompileOptions
 from examples.edgecard.materialise import materialise
 
@@ -35,3 +38,11 @@ def compiled(
         else None,
     )
     return compile_model(submission(version, folder), options)
+
+
+def compiled_here(version: str, folder: Path) -> CompiledBundle:
+    """Compile an EdgeCard version for this machine, or skip the test where no target runs."""
+    target = host_target()
+    if target is None:
+        pytest.skip("no target runs on this machine")
+    return compiled(version, target.id, folder)
