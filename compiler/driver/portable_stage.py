@@ -30,7 +30,7 @@ from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
 from compiler.driver.records import UnkeepableError, from_parts, to_parts
 from compiler.driver.removal_stage import NOTHING_REMOVED, Removed, choose_cached
-from compiler.driver.routing import learn_routing
+from compiler.driver.routing import Learned, learn_routing
 from compiler.driver.scheduling import schedule_module
 from compiler.driver.sections import (
     calibration_rows,
@@ -40,7 +40,7 @@ from compiler.driver.sections import (
     sqnr_rows,
 )
 from compiler.driver.stages import ORIGINS, Portable, StageClock
-from compiler.driver.steering_stage import Searched, search_steering
+from compiler.driver.steering_stage import search_steering
 from compiler.emitters.plan import EmittedPlan, emit_plan
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.kernels.program import Module
@@ -102,18 +102,25 @@ def make_portable(
         weight_facts = _weight_report(lowered.module, packed, old, record) | removed.report()
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     with clock.stage("plan"):
-        banded = Banded(learned.module)
-        if not is_constant_time:  # how many experts a step takes would tell its routing entropy
-            banded = band_module(directory, spec, learned.module, packed.packed, record, cache)
+        known = None if is_constant_time else record  # neither entropy nor memory may be told
+        banded = band_module(directory, spec, learned.module, packed.packed, known, cache)
         made, parts, plan_facts = _planned(spec, banded, packed, record, is_constant_time)
-        parts |= learned.sections
-        steering = Searched()
-        if not is_constant_time:  # what lies in memory, and how sure a router is, would be told
-            steering = search_steering(directory, parts, learned.module, record, cache)
-    plan_facts |= steering.facts
-    facts = plan_facts | weight_facts | dict(learned.facts) | _pass_facts(lowered, banded)
-    parts |= steering.sections
+        parts, routing = _with_routing(directory, parts, learned, known, cache)
+    facts = plan_facts | weight_facts | routing | _pass_facts(lowered, banded)
     return Portable(parts, made.planes, lowered.ir_text, facts, made.plan)
+
+
+def _with_routing(
+    directory: Path,
+    parts: Mapping[str, bytes],
+    learned: Learned,
+    record: CalibrationRecord | None,
+    cache: StageCache,
+) -> tuple[dict[str, bytes], dict[str, Json]]:
+    """Return all sections with those about routers, and the facts of those."""
+    sections = {**parts, **learned.sections}
+    steering = search_steering(directory, sections, learned.module, record, cache)
+    return {**sections, **steering.sections}, {**learned.facts, **steering.facts}
 
 
 def _planned(
