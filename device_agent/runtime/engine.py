@@ -153,9 +153,12 @@ class _Opening:
         try:
             tuned = engine.tune(bundle)
             self._watch(residency_of(bundle.runner.weights, time.monotonic))
-            keeper = steering_keeper(bundle, time.monotonic) if engine.steers else None
+            is_paged = self._residency is not None
+            keeper = None
+            if engine.steers:
+                keeper = steering_keeper(bundle, time.monotonic, is_paged=is_paged)
             if self._degrade is None:
-                rungs = rungs_of(bundle.bands, is_paged=self._residency is not None)
+                rungs = rungs_of(bundle.bands, is_paged=is_paged)
                 self._degrade = DegradeKeeper(
                     engine.rules, rungs, time.monotonic, self._gauges, self._observe_pool
                 )

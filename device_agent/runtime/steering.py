@@ -4,7 +4,8 @@
 
 Without pressure the coefficients are the bundle's `always`: sure tokens take one expert. As memory
 gets short, absent experts are pulled down by `clamp((pressure - 0.5) * 2, 0, 1)` of the bundle's
-greatest pull, in eighths; heat or a low battery pull in full, because each load costs energy.
+greatest pull, in eighths; where not all experts fit, and in heat or on a low battery, because each
+load costs time and energy, in full.
 Above a pressure of 0.7 nothing absent is loaded. On a rung with fewer experts a token takes one.
 Each of these is left at another value than it is entered at, so that none flutters. Heat acts on
 pull and number of experts: a constant taken from all logits would change nothing.
@@ -57,12 +58,14 @@ class Machine:
         temperature: Degrees Celsius.
         battery: Percent.
         fewer: Whether a rung asks for the fewest experts.
+        paged: Whether experts come as they are needed, because not all of them fit.
     """
 
     pressure: float | None = None
     temperature: float | None = None
     battery: float | None = None
     fewer: bool = False
+    paged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ def next_steering(
         BATTERY.holds(state.is_low, seen.battery),
         NO_LOADS.holds(state.is_full, pressure),
     )
-    level = LEVELS if after.is_hot or after.is_low else after.level
+    level = LEVELS if after.is_hot or after.is_low or seen.paged else after.level
     chosen = points.points[points.pressed if level else points.always]
     record = chosen.steering(level / LEVELS)
     return after, replace(record, max_k=int(seen.fewer), may_load=not after.is_full)

@@ -33,6 +33,8 @@ class SteeringKeeper:
         monotonic: Callable[[], float],
         gauges: Gauges = machine_gauges,
         residency: Residency | None = None,
+        *,
+        is_paged: bool = False,
     ) -> None:
         """Follow the record of a machine that nothing is known of.
 
@@ -42,6 +44,7 @@ class SteeringKeeper:
             monotonic: Clock in seconds.
             gauges: Reads the sensors.
             residency: Which experts are in memory; None = as the plan's expert pool says.
+            is_paged: Whether they come as they are needed.
 
         Raises:
             ContractError: The coefficients do not fit the plan.
@@ -51,7 +54,7 @@ class SteeringKeeper:
         self._monotonic, self._gauges = monotonic, gauges
         self._bias = bundle.bias
         self._state = SteerState()
-        self._seen = Machine()
+        self._seen = Machine(paged=is_paged)
         self._looked_at: float | None = None
         self._before = self._seat.counts()
         self._degraded = 0
@@ -64,10 +67,11 @@ class SteeringKeeper:
             self._looked_at = now
             told = self._gauges()
             pressure = told.get("memory_pressure")
-            self._seen = Machine(
-                None if pressure is None else pressure / PERCENT,
-                told.get("temperature"),
-                told.get("battery"),
+            self._seen = replace(
+                self._seen,
+                pressure=None if pressure is None else pressure / PERCENT,
+                temperature=told.get("temperature"),
+                battery=told.get("battery"),
             )
             self._turn(fewer=fewer)
         elif fewer is not self._seen.fewer:
@@ -115,12 +119,15 @@ def counted_gauges(counts: Counts) -> dict[str, int]:
     return found if mean is None else {**found, "experts_per_mille": round(mean * MILLI)}
 
 
-def steering_keeper(bundle: LoadedBundle, monotonic: Callable[[], float]) -> SteeringKeeper | None:
+def steering_keeper(
+    bundle: LoadedBundle, monotonic: Callable[[], float], *, is_paged: bool = False
+) -> SteeringKeeper | None:
     """Return the keeper of a bundle, or None where nothing may be steered.
 
     Args:
         bundle: Loaded.
         monotonic: Clock in seconds.
+        is_paged: Whether its experts come as they are needed.
 
     Raises:
         ContractError: The coefficients do not fit the plan.
@@ -130,4 +137,4 @@ def steering_keeper(bundle: LoadedBundle, monotonic: Callable[[], float]) -> Ste
         return None
     if not bundle.runner.steering.is_supported:
         return None
-    return SteeringKeeper(bundle, points, monotonic)
+    return SteeringKeeper(bundle, points, monotonic, is_paged=is_paged)

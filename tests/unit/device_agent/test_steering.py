@@ -85,6 +85,12 @@ def test_heat_and_a_low_battery_pull_in_full(
     assert record.pull == 0
 
 
+def test_where_not_all_experts_fit_it_pulls_in_full_and_loads() -> None:
+    record = settle(Machine(pressure=0.3, paged=True))[1]
+    assert record.pull == pytest.approx(0.4)
+    assert record.may_load
+
+
 def test_a_rung_takes_one_expert() -> None:
     assert settle(Machine(fewer=True))[1].max_k == 1
     assert settle(Machine())[1].max_k == 0
