@@ -68,12 +68,6 @@ class ExpertAbsentError(NativeError):
     code: ClassVar[str] = "contract.native.expert_absent"
 
 
-class RunnerLostError(NativeError):
-    """The process that ran the plan ended or does not answer: start another one."""
-
-    code: ClassVar[str] = "contract.native.runner_lost"
-
-
 _ERRORS: Final[Mapping[Status, tuple[type[NativeError], str]]] = MappingProxyType(
     {
         Status.BAD_PLAN: (NativeError, "the runtime refuses the plan"),

@@ -25,7 +25,7 @@ from device_agent.runtime.guard import InferenceGuard, Opened
 from device_agent.runtime.heat import CriticalHeat
 from device_agent.runtime.residency import Residency, residency_of
 from device_agent.runtime.rule_book import RuleBook
-from device_agent.runtime.scrubber import Scrubber
+from device_agent.runtime.scrubber import Scrubber, ScrubCounts
 from device_agent.runtime.signals import no_pool
 from device_agent.runtime.steering_keeper import steering_keeper
 from device_agent.runtime.tuning import Tuned, tune
@@ -140,6 +140,7 @@ class _Opening:
         self._degrade: DegradeKeeper | None = None
         self._energy = EnergyMeter(tdp_watts=engine.tdp_w or None)
         self._residency: Residency | None = None
+        self._scrubbed = ScrubCounts()
         self._stalls = 0
 
     def open(self) -> Opened:
@@ -175,7 +176,7 @@ class _Opening:
         except ContractError as error:
             bundle.runner.close()
             raise BundleError(f"the bundle does not answer: {error}") from error
-        return Opened(answerer, scrubber_of(engine.store, bundle))
+        return Opened(answerer, scrubber_of(engine.store, bundle, self._scrubbed))
 
     def _gauges(self) -> dict[str, float | None]:
         return {**machine_gauges(), "power": self._energy.watts()}
@@ -192,14 +193,14 @@ class _Opening:
         return Observation(self._residency.gauges(), {"stalls": stalls})
 
 
-def scrubber_of(store: ObjectStore, bundle: LoadedBundle) -> Scrubber:
+def scrubber_of(store: ObjectStore, bundle: LoadedBundle, counts: ScrubCounts) -> Scrubber:
     """Return who watches the weights of a loaded bundle against its manifest."""
     digests = {name: sha256 for name, (sha256, _) in bundle.sections.items()}
 
     def read(name: str) -> memoryview:
         return store.read_verified(*bundle.sections[name])
 
-    return Scrubber(bundle.runner.weights, digests, read)
+    return Scrubber(bundle.runner.weights, digests, read, counts)
 
 
 def _require_passed(done: "subprocess.CompletedProcess[bytes]") -> None:

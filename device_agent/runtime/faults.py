@@ -14,12 +14,12 @@ from errno import ENOMEM
 from types import MappingProxyType
 from typing import Final
 
+from compiler.contract.backend import BackendCrashedError
 from compiler.contract.errors import ContractError, LimitExceededError
 from compiler.contract.native_errors import (
     ContextLostError,
     ExpertAbsentError,
     NotFiniteError,
-    RunnerLostError,
 )
 from compiler.contract.pager import PrefetchStallError
 from device_agent.errors import AgentError, RequestError
@@ -115,7 +115,7 @@ _KINDS: Final[tuple[tuple[type[BaseException], FaultKind], ...]] = (
     (ExpertAbsentError, FaultKind.MISSING_EXPERT),
     (PrefetchStallError, FaultKind.PREFETCH_STALL),
     (ContextLostError, FaultKind.CRASH),
-    (RunnerLostError, FaultKind.CRASH),
+    (BackendCrashedError, FaultKind.CRASH),
     (TimeoutError, FaultKind.TIMEOUT),
     (OSError, FaultKind.DISK),
     (ContractError, FaultKind.KERNEL_STATUS),

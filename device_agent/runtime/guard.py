@@ -254,11 +254,19 @@ class InferenceGuard:
         self.counts.restarts += 1
         try:
             if old is not None:
+                self._last_look(old)
                 self._hand.call(old.answerer.close, RESTART_S)
             self._opened = self._hand.call(self._open, RESTART_S)
             self._last = self._opened.answerer
         except (AgentError, ContractError, OSError, MemoryError, StuckError) as error:
             log.warning("the bundle does not load again: %s", error)
+
+    def _last_look(self, old: Opened) -> None:
+        """Hash the weights of a plan that goes: answers that they spoilt are still counted."""
+        if old.scrubber is not None:
+            until = self._monotonic() + self._timeout_s
+            if found := old.scrubber.check_all(until, self._monotonic):
+                self.counts.faults[FaultKind.CORRUPT_WEIGHTS] += found
 
     def _nothing(self, kind: FaultKind, detail: str) -> AnswerRecord:
         """Return the record of an attempt without an answer."""

@@ -42,6 +42,7 @@ from device_agent.runtime.degrade_keeper import DEFAULT_RULES, DegradeKeeper, ru
 from device_agent.runtime.generation import Generation, Limits, Reason, Stats, Stop, require_ids
 from device_agent.runtime.pictures import Picture, pixels_of
 from device_agent.runtime.sampling import Chooser, chooser
+from device_agent.runtime.sentinel import SentinelRunner
 from device_agent.runtime.tuning import Tuned, tune
 from device_agent.runtime.weights import WeightPool
 
@@ -73,7 +74,8 @@ class MoERuntime:
         self.pipeline: Final[Pipeline] = bundle.pipeline
         self._bundle = bundle
         self._tuned = tuned
-        self._banded = None if bundle.bands is None else BandedRunner(bundle.runner, bundle.bands)
+        self._watched = SentinelRunner(bundle.runner, bundle.pipeline)
+        self._banded = None if bundle.bands is None else BandedRunner(self._watched, bundle.bands)
         rungs = rungs_of(bundle.bands)
         self._degrade = degrade or DegradeKeeper(DEFAULT_RULES, rungs, monotonic)
         self._session: Session | None = None
@@ -148,7 +150,7 @@ class MoERuntime:
     @property
     def runner(self) -> PlanRunner:
         """What runs the programs of the plan, each `step` as the bands say."""
-        return self._banded or self._bundle.runner
+        return self._banded or self._watched
 
     @property
     def tokens(self) -> TokenSpec:

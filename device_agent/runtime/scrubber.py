@@ -11,6 +11,7 @@ answers that were given since the changed section was last seen whole.
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from compiler.contract.errors import ContractError
@@ -33,16 +34,33 @@ class Weights(Protocol):
         """Return the present bytes of one."""
 
 
+@dataclass(slots=True)
+class ScrubCounts:
+    """What was hashed and found, over all plans of a bundle; see `Scrubber.facts`."""
+
+    hashed_bytes: int = 0
+    passes: int = 0
+    repairs: int = 0
+    suspects: int = 0
+
+
 class Scrubber:
     """Watches the weights of one bundle; used by the thread that answers."""
 
-    def __init__(self, weights: Weights, digests: Mapping[str, str], read: Read) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        digests: Mapping[str, str],
+        read: Read,
+        counts: ScrubCounts | None = None,
+    ) -> None:
         """Begin with the first section.
 
         Args:
             weights: In memory.
             digests: SHA-256 of every section, as the manifest has them.
             read: Where a changed section comes from.
+            counts: Where to count; anew if None.
         """
         self._weights, self._digests, self._read = weights, digests, read
         self._hash = hashlib.sha256()
@@ -52,7 +70,7 @@ class Scrubber:
         self._answers = 0
         self.damaged: set[str] = set()
         """Sections that differ and could not be loaded again: nothing may be answered with them."""
-        self.hashed_bytes = self.passes = self.repairs = self.suspects = 0
+        self.counts = ScrubCounts() if counts is None else counts
 
     def answered(self) -> int:
         """Count an answer and hash a slice; return how many changed sections were found."""
@@ -85,11 +103,11 @@ class Scrubber:
     def facts(self) -> dict[str, int]:
         """Return what `status` shows."""
         return {
-            "hashed_bytes": self.hashed_bytes,
-            "passes": self.passes,
-            "repairs": self.repairs,
+            "hashed_bytes": self.counts.hashed_bytes,
+            "passes": self.counts.passes,
+            "repairs": self.counts.repairs,
             "damaged": len(self.damaged),
-            "suspect_answers": self.suspects,
+            "suspect_answers": self.counts.suspects,
         }
 
     def _known(self) -> list[str]:
@@ -111,18 +129,18 @@ class Scrubber:
         piece = data[self._at : self._at + SLICE_BYTES]
         self._hash.update(piece)
         self._at += len(piece)
-        self.hashed_bytes += len(piece)
+        self.counts.hashed_bytes += len(piece)
         if self._at < len(data):
             return 0
         name, self._name = self._name, ""
-        self.passes += not self._left
+        self.counts.passes += not self._left
         if self._hash.hexdigest() == self._digests[name]:
             self._whole_at[name] = self._answers
             self.damaged.discard(name)
             return 0
         if name in self.damaged:
             return 0
-        self.suspects += self._answers - self._whole_at.get(name, 0)
+        self.counts.suspects += self._answers - self._whole_at.get(name, 0)
         self._whole_at[name] = self._answers
         self._restore(name)
         return 1
@@ -134,4 +152,4 @@ class Scrubber:
             self.damaged.add(name)
             return
         self.damaged.discard(name)
-        self.repairs += 1
+        self.counts.repairs += 1

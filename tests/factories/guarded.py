@@ -15,6 +15,7 @@ from device_agent.runtime.answers import AnswerRecord, BundleAnswerer, Question
 from device_agent.runtime.bundle import load_bundle
 from device_agent.runtime.engine import scrubber_of
 from device_agent.runtime.guard import InferenceGuard, Opened
+from device_agent.runtime.scrubber import ScrubCounts
 from device_agent.runtime.weights import WeightPool
 from device_agent.storage.disk import Disk
 from device_agent.storage.objects import ObjectStore
@@ -27,8 +28,9 @@ TIMEOUT_S = 30.0
 
 @dataclass
 class Installed:
-    """EdgeCard in a store."""
+    """EdgeCard in a store that lies in `folder`."""
 
+    folder: Path
     store: ObjectStore
     pointer: Pointer
 
@@ -41,7 +43,7 @@ def installed(folder: Path) -> Installed:
         store.put(bytes(data), sha256_hex(bytes(data)))
     manifest = bundle.manifest.to_bytes()
     store.put(manifest, sha256_hex(manifest))
-    return Installed(store, Pointer(sha256_hex(manifest), len(manifest), "1", 1))
+    return Installed(folder / "state", store, Pointer(sha256_hex(manifest), len(manifest), "1", 1))
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Guarded:
     is_critical: Callable[[], bool] = lambda: False
     wrap: Callable[[NativePlan], object] = lambda plan: plan
     plans: list[NativePlan] = field(default_factory=list)
+    scrubbed_counts: ScrubCounts = field(default_factory=ScrubCounts)
     bits: "hashlib._Hash" = field(default_factory=hashlib.sha256)
 
     def __post_init__(self) -> None:
@@ -101,7 +104,8 @@ class Guarded:
         shown = replace(bundle, runner=runner)
         shown = shown if self.banded else replace(shown, bands=None)
         answerer = BundleAnswerer(shown, self.timeout_s, pager=switch)
-        return Opened(answerer, scrubber_of(self.at.store, bundle) if self.scrubbed else None)
+        scrubber = scrubber_of(self.at.store, bundle, self.scrubbed_counts)
+        return Opened(answerer, scrubber if self.scrubbed else None)
 
     def _page(self, event: object, weight: int) -> bool:
         return self.pager is None or self.pager(event, weight)  # type: ignore[arg-type]

@@ -2,24 +2,22 @@
 
 import json
 import mmap
-import multiprocessing
 import os
 import platform
+import random
 import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compiler.contract.native import NativePlan
-from compiler.contract.native_errors import RunnerLostError
 from compiler.contract.operations import ExpertEvent
 from compiler.contract.pager import PrefetchStallError
 from compiler.contract.plan_format import Kind
@@ -28,6 +26,7 @@ from device_agent.runtime.answers import Outcome, Question, require_answered
 from device_agent.runtime.evaluation import load_evaluation
 from device_agent.runtime.faults import FaultKind
 from device_agent.runtime.heat import CriticalHeat
+from device_agent.runtime.process_backend import ProcessBackend
 from tests.factories.guarded import Guarded, Installed, installed
 
 F = FaultKind
@@ -132,6 +131,35 @@ class Paging:
 
     def __call__(self, event: ExpertEvent, _weight: int) -> bool:
         return not self.fails(event)
+
+
+def quiet(_event: ExpertEvent) -> bool:
+    return False
+
+
+def raises(error: Exception, *events: ExpertEvent) -> Callable[[ExpertEvent], bool]:
+    def fails(event: ExpertEvent) -> bool:
+        if event in events:
+            raise error
+        return False
+
+    return fails
+
+
+PAGER_FAULTS = (
+    raises(OSError(5, "Input/output error"), ExpertEvent.PREFETCH),
+    raises(OSError(5, "Input/output error"), ExpertEvent.LOAD),
+    raises(MemoryError(), ExpertEvent.PREFETCH),
+    raises(PrefetchStallError("late"), ExpertEvent.PREFETCH),
+    raises(ZeroDivisionError(), ExpertEvent.USE),
+    lambda event: event is ExpertEvent.USE,
+)
+
+
+def damage(plan: NativePlan, draw: random.Random) -> None:
+    """Flip a bit somewhere in the weights."""
+    section = plan.weights.section(draw.choice(plan.weights.names))
+    section[draw.randrange(len(section))] ^= 1 << draw.randrange(8)
 
 
 class TestWithoutFaults:
@@ -347,20 +375,53 @@ class TestBrokenForGood:
 
 
 class TestProcess:
-    def test_a_runner_whose_process_is_killed(self, case: Any) -> None:
-        runners: list[Child] = []
+    def test_a_runner_whose_process_is_killed(self, case: Any, at: Installed) -> None:
+        runners: list[Elsewhere] = []
 
-        def wrap(plan: NativePlan) -> Child:
-            runners.append(Child(plan))
+        def wrap(plan: NativePlan) -> Elsewhere:
+            runners.append(Elsewhere(at, plan))
             return runners[-1]
 
         subject = case(wrap=wrap)
         subject.same(0)
-        os.kill(runners[0].process.pid, signal.SIGKILL)
-        runners[0].process.join(60)
+        pid = runners[0].backend.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
         subject.same(1, F.CRASH)
         assert len(runners) == 2
         subject.same(2)
+
+
+class TestManyFaults:
+    def test_whatever_goes_wrong_an_answer_is_right_or_says_that_it_is_not(self, case: Any) -> None:
+        """Faults drawn at random, several at once; a soak of a million steps is another tier."""
+        draw = random.Random(7)
+        paging = Paging()
+        subject = case(pager=paging)
+        guard = subject.subject.guard
+        expected, words = subject.expected, [words for words, _ in subject.expected]
+        silent = met = 0
+        for _ in range(150):
+            paging.fails = draw.choice((*PAGER_FAULTS, quiet, quiet))
+            if draw.random() < 0.2:
+                damage(subject.subject.plan, draw)
+            elif draw.random() < 0.05:
+                guard._restart()
+            at = draw.randrange(ASKED)
+            record, bits = subject.subject.ask(subject.asked[at])
+            met += bool(record.faults)
+            if record.outcome is Outcome.ENDED and not record.degraded:
+                silent += (record.words, bits) != expected[at]
+            elif record.failed:
+                assert record.words != words[at] or record.faults
+        paging.fails = quiet
+        scrubber = guard._opened.scrubber
+        scrubber.check_all()
+        assert silent <= scrubber.counts.suspects
+        assert met > 30
+        assert len(guard.counts.faults) >= 5
+        for at in range(ASKED):
+            subject.same(at)
 
 
 class TestInputAndHeat:
@@ -408,54 +469,24 @@ class TestInputAndHeat:
         assert (record.faults, record.degraded) == ((), False)
 
 
-class Child:
+class Elsewhere:
     """A runner whose plan lives in a process of its own."""
 
-    def __init__(self, plan: NativePlan) -> None:
-        self._plan = plan
+    def __init__(self, at: Installed, plan: NativePlan) -> None:
         self.weights, self.policy, self.lost_threads, self.threads = plan.weights, plan.policy, 0, 1
-        here, there = multiprocessing.Pipe()
-        self._pipe = here
-        self.process = multiprocessing.get_context("fork").Process(
-            target=_serve, args=(plan, there), daemon=True
-        )
-        self.process.start()
-        there.close()
-
-    def _call(self, *message: object) -> Any:
-        try:
-            self._pipe.send(message)
-            return self._pipe.recv()
-        except (EOFError, OSError) as error:
-            raise RunnerLostError(f"the runner ended: {self.process.exitcode}") from error
+        module = [sys.executable, "-m", "device_agent.runtime.plan_runner"]
+        bundle = [str(at.folder), at.pointer.manifest_sha256, str(at.pointer.size_bytes)]
+        self.backend = ProcessBackend([*module, *bundle], plan.plan)
+        self.backend.init()
+        self.run = self.backend.execute
 
     @property
     def kv_length(self) -> int:
-        return int(self._call("length"))
+        return self.backend.kv_length
 
     @kv_length.setter
     def kv_length(self, length: int) -> None:
-        self._call("truncate", length)
-
-    def run(self, program: str, inputs: Mapping[str, Any]) -> Mapping[str, memoryview]:
-        plain = {role: bytes(data) for role, data in inputs.items()}
-        outputs = self._call("run", program, plain)
-        return {role: memoryview(data) for role, data in outputs.items()}
+        self.backend.kv_length = length
 
     def close(self) -> None:
-        self.process.kill()
-        self.process.join(60)
-        self._pipe.close()
-
-
-def _serve(plan: NativePlan, pipe: Connection) -> None:
-    while True:
-        kind, *rest = pipe.recv()
-        if kind == "run":
-            outputs = plan.run(rest[0], rest[1])
-            pipe.send({role: bytes(data) for role, data in outputs.items()})
-        elif kind == "truncate":
-            plan.kv_length = rest[0]
-            pipe.send(None)
-        else:
-            pipe.send(plan.kv_length)
+        self.backend.close()

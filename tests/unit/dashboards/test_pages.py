@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import pytest
 from django.test import Client
 
+from fleet.models import DeviceStats
 from tests.unit.dashboards.world import World, make_rollout
 
 pytestmark = pytest.mark.django_db
@@ -222,6 +223,29 @@ def test_it_finds_builds_and_devices_by_filter(world: World, viewer: Client) -> 
     assert "edge-01" in text
     assert "edge-02" not in text
     assert "No device" in viewer.get("/devices?text=nobody").content.decode()
+
+
+def test_it_shows_who_is_below_normal_and_why(world: World, viewer: Client) -> None:
+    def text_of(path: str) -> str:
+        return viewer.get(path).content.decode()
+
+    assert "below normal</a>" not in text_of("/devices")
+    device = next(one for one in world.devices if one.running_manifest_sha256)
+    stats, _ = DeviceStats.objects.get_or_create(
+        device=device, manifest_sha256=device.running_manifest_sha256
+    )
+    stats.rung, stats.degraded, stats.degraded_by = 3, 5, {"temperature": 4, "oom": 1}
+    stats.gauges = {"rung": 3, "rules_revision": 7, "energy_uj_per_answer": 2500}
+    stats.gauges |= {"energy_is_model": 1}
+    stats.save()
+    assert "1 below normal</a>" in text_of("/devices")
+    listed = text_of("/devices?signal=degraded")
+    assert listed.count('<th scope="row">') == 1
+    assert device.serial in listed
+    shown = text_of(f"/devices/{device.pk}")
+    for expected in ("fewer experts", "rules 7", "5 degraded: temperature 4, oom 1", "2.50 mJ"):
+        assert expected in shown
+    assert "model, unverified" in shown
 
 
 @pytest.mark.parametrize("below", ["0", "-1", "x", "1" * 40, "²"])

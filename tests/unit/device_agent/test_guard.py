@@ -8,6 +8,7 @@ from errno import ENOMEM
 
 import pytest
 
+from compiler.contract.backend import BackendCrashedError
 from compiler.contract.degrade import Rung
 from compiler.contract.errors import ContractError, LimitExceededError
 from compiler.contract.native_errors import (
@@ -16,7 +17,6 @@ from compiler.contract.native_errors import (
     ExpertAbsentError,
     NativeError,
     NotFiniteError,
-    RunnerLostError,
 )
 from compiler.contract.operations import ExpertEvent
 from compiler.contract.pager import PagerSwitch, PrefetchStallError
@@ -53,7 +53,7 @@ class TestKinds:
             (TimeoutError(), FaultKind.TIMEOUT),
             (ExpertAbsentError("x"), FaultKind.MISSING_EXPERT),
             (ContextLostError("x"), FaultKind.CRASH),
-            (RunnerLostError("x"), FaultKind.CRASH),
+            (BackendCrashedError("x"), FaultKind.CRASH),
             (ZeroDivisionError(), FaultKind.CRASH),
             (RequestError("x"), FaultKind.BAD_INPUT),
             (LimitExceededError("x"), FaultKind.BAD_INPUT),
@@ -122,7 +122,10 @@ class TestScrubber:
         memory = Memory(a=b"x" * (2 * SLICE_BYTES + 5), b=b"y" * 7)
         scrubber = self.of(memory)
         assert [scrubber.answered() for _ in range(8)] == [0] * 8
-        assert (scrubber.passes, scrubber.hashed_bytes) == (2, 2 * (2 * SLICE_BYTES + 12))
+        assert (scrubber.counts.passes, scrubber.counts.hashed_bytes) == (
+            2,
+            2 * (2 * SLICE_BYTES + 12),
+        )
         memory.held["a"][SLICE_BYTES] ^= 1
         memory.held["b"][6] ^= 128
         assert [scrubber.answered() for _ in range(4)] == [0, 0, 1, 1]
@@ -158,7 +161,7 @@ class TestScrubber:
         scrubber.answered()
         del memory.held["a"]
         assert [scrubber.answered() for _ in range(4)] == [0] * 4
-        assert scrubber.passes == 3
+        assert scrubber.counts.passes == 3
 
 
 @dataclass
