@@ -16,6 +16,7 @@ from compiler.contract.manifest import NAME_PATTERN
 from compiler.contract.native_library import MAX_THREADS
 from device_agent.errors import ConfigurationError
 from device_agent.runtime.affinity import AUTO, require_cpus
+from device_agent.runtime.energy import configured
 
 ENVIRONMENT_PREFIX: Final = "SPARSEFLEET_AGENT_"
 STEERING: Final = ("auto", "off")
@@ -72,6 +73,9 @@ class AgentConfig:
         rules_s: Time between two questions for degrade rules of the server, which win over
             `degrade_rules`; 0 = never ask.
         tdp_w: Power budget of this device, watts; 0 = unknown. Shown beside what answers take.
+        energy_model: Idle watts, joules per byte of weights and joules per operation, with commas
+            between, as `status` shows them (`energy.fitted`) on a like device that has a counter.
+            Empty = unverified figures.
         steering: `auto` = routers go by what lies in memory and take fewer experts where they are
             sure, by the bundle's coefficients; `off` = they choose as the model says.
     """
@@ -117,6 +121,7 @@ class AgentConfig:
     max_weight_bytes: int = 0
     degrade_rules: str = ""
     tdp_w: float = 0.0
+    energy_model: str = ""
     rules_s: float = 600.0
     steering: str = STEERING[0]
 
@@ -216,6 +221,7 @@ def _require_valid(config: AgentConfig) -> None:
         )
     _require_choices(config)
     _require_threads(config)
+    _require_energy_model(config)
     if config.model and NAME_PATTERN.fullmatch(config.model) is None:
         raise ConfigurationError(f"model {config.model!r} must match {NAME_PATTERN.pattern}")
     for name in _NOT_NEGATIVE:
@@ -234,6 +240,14 @@ def _require_choices(config: AgentConfig) -> None:
         if getattr(config, name) not in allowed:
             shown = ", ".join(filter(None, allowed))
             raise ConfigurationError(f"{name} {getattr(config, name)!r}", hint=f"one of: {shown}")
+
+
+def _require_energy_model(config: AgentConfig) -> None:
+    try:
+        if config.energy_model:
+            configured(config.energy_model)
+    except ValueError as error:
+        raise ConfigurationError(f"energy_model: {error}") from error
 
 
 def _require_threads(config: AgentConfig) -> None:

@@ -14,6 +14,7 @@ from device_agent.config import AgentConfig
 from device_agent.errors import ConfigurationError
 from device_agent.probe.linux import probe
 from device_agent.runtime.degrade_keeper import DEFAULT_RULES
+from device_agent.runtime.energy import UNVERIFIED, configured
 from device_agent.runtime.engine import Engine, NativeEngine
 from device_agent.runtime.rule_book import RuleBook
 from device_agent.runtime.weights import WeightPool
@@ -40,6 +41,7 @@ def native_engine(store: ObjectStore, config: AgentConfig) -> NativeEngine:
         weights=WeightPool(config.max_weight_bytes),
         rules=RuleBook(degrade_rules(config)),
         tdp_w=config.tdp_w,
+        energy=configured(config.energy_model) if config.energy_model else UNVERIFIED,
         steers=config.steering != "off",
     )
 

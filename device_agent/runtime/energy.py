@@ -7,6 +7,7 @@ The model's default coefficients were never fitted to a device: `UNVERIFIED` say
 from. `fit` fits them to a machine with a counter. Power that is not known is not zero.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from device_agent.probe import power, sensors
 LEAST_SAMPLES: Final = 12
 MAX_CONDITION: Final = 1e3
 """Of the scaled samples: beyond, they do not tell time, bytes and operations apart."""
+MAX_SAMPLES: Final = 512
+FIT_EVERY: Final = 64
+"""Answers by a counter between two fits; one takes less than a millisecond."""
 LEAST_ACTIVE_S: Final = 600.0
 """Drain per active hour is not told of less."""
 HOUR_S: Final = 3600.0
@@ -76,6 +80,21 @@ UNVERIFIED: Final = EnergyModel(
         "shared by 64 operations, and 0.2 pJ for an 8-bit product; 0.5 W idle is assumed"
     ),
 )
+
+
+def configured(text: str) -> EnergyModel:
+    """Return the model that a setting names: watts, joules per byte, joules per operation.
+
+    Raises:
+        ValueError: These are not three numbers, none negative; the message says so.
+    """
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != 3 or not all(0.0 <= value < float("inf") for value in found):
+        raise ValueError(f"{text!r} is not three numbers with commas between, none negative")
+    return EnergyModel(found[0], found[1], found[2], "unverified", None, "configured")
 
 
 class EnergyFitError(ValueError):
@@ -136,6 +155,8 @@ class EnergyMeter:
         self._answers = 0
         self._source = ""
         self._drain = Drain()
+        self._samples: deque[tuple[Work, float]] = deque(maxlen=MAX_SAMPLES)
+        self._fitted: EnergyModel | str = "too few answers by a counter"
 
     def begin(self) -> None:
         """Read the counter before an answer."""
@@ -149,6 +170,8 @@ class EnergyMeter:
         self._joules += found.joules
         self._seconds += work.seconds
         self._answers += 1
+        if found.source == "rapl":
+            self._calibrate(work, found.joules)
         self._drain.answered(work.seconds, next(iter(sensors.batteries(self._root)), None))
         return found
 
@@ -167,6 +190,7 @@ class EnergyMeter:
             "watts_while_answering": self._joules / self._seconds if self._seconds else None,
             "tdp_watts": self._tdp,
             "model": asdict(self._model) if self._source == "model" else None,
+            "fitted": self._fitted if isinstance(self._fitted, str) else asdict(self._fitted),
             **self._drain.facts(),
         }
 
@@ -184,6 +208,15 @@ class EnergyMeter:
             ),
         }
         return {name: round(value) for name, value in found.items() if value is not None}
+
+    def _calibrate(self, work: Work, joules: float) -> None:
+        """Keep what a counter says, and fit the model to it now and then."""
+        self._samples.append((work, joules))
+        if self._answers % FIT_EVERY == 0:
+            try:
+                self._fitted = fit(tuple(self._samples))
+            except EnergyFitError as error:
+                self._fitted = str(error)
 
     def _counted(self, work: Work) -> Energy | None:
         before, after = self._before, power.rapl(self._root)

@@ -20,7 +20,7 @@ from device_agent.runtime.degrade_keeper import (
     machine_gauges,
     rungs_of,
 )
-from device_agent.runtime.energy import EnergyMeter
+from device_agent.runtime.energy import UNVERIFIED, EnergyMeter, EnergyModel
 from device_agent.runtime.guard import InferenceGuard, Opened
 from device_agent.runtime.heat import CriticalHeat
 from device_agent.runtime.residency import Residency, residency_of
@@ -75,6 +75,7 @@ class NativeEngine:
             shares them with the one that runs, so it starts without copying them.
         rules: When a bundle does less.
         tdp_w: Power budget of the device, watts; 0 = it was not told.
+        energy: Estimates what answers take where no counter is.
         steers: Whether routers go by what lies in memory, and by how sure they are.
     """
 
@@ -87,6 +88,7 @@ class NativeEngine:
     weights: WeightPool = field(default_factory=WeightPool)
     rules: RuleBook = field(default_factory=lambda: RuleBook(DEFAULT_RULES))
     tdp_w: float = 0.0
+    energy: EnergyModel = UNVERIFIED
     steers: bool = True
 
     def self_test(self, pointer: Pointer) -> None:
@@ -138,7 +140,7 @@ class _Opening:
     def __init__(self, engine: NativeEngine, pointer: Pointer) -> None:
         self._engine, self._pointer = engine, pointer
         self._degrade: DegradeKeeper | None = None
-        self._energy = EnergyMeter(tdp_watts=engine.tdp_w or None)
+        self._energy = EnergyMeter(engine.energy, tdp_watts=engine.tdp_w or None)
         self._residency: Residency | None = None
         self._scrubbed = ScrubCounts()
         self._stalls = 0

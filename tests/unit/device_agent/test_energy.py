@@ -7,15 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from device_agent.config import AgentConfig
+from device_agent.errors import ConfigurationError
 from device_agent.probe import power
 from device_agent.probe.hardware import BUDGET_S, HardwareProbe
 from device_agent.probe.linux import probe
 from device_agent.runtime.energy import (
+    FIT_EVERY,
     UNVERIFIED,
     EnergyFitError,
     EnergyMeter,
     EnergyModel,
     Work,
+    configured,
     fit,
 )
 
@@ -124,6 +128,43 @@ class TestModel:
         ]
         with pytest.raises(EnergyFitError, match="below zero"):
             fit(shrinking)
+
+
+class TestCalibration:
+    def test_a_counter_fits_the_model_while_it_answers(self, tmp_path: Path) -> None:
+        truth = EnergyModel(2.0, 100e-12, 3e-12, "", None, "")
+        meter, used = EnergyMeter(root=rapl(tmp_path, 0)), 0.0
+        mixed = itertools.cycle(itertools.product((0.01, 0.1), (1e7, 1e9), (1e7, 1e10)))
+        assert meter.facts()["fitted"] == "too few answers by a counter"
+        for seconds, size, operations in itertools.islice(mixed, FIT_EVERY):
+            work = Work(seconds, size, operations)
+            meter.begin()
+            used += truth.joules(work) * 1e6
+            rapl(tmp_path, round(used) % 1_000_000)
+            meter.answered(work)
+        fitted = meter.facts()["fitted"]
+        assert isinstance(fitted, dict)
+        assert fitted["idle_watts"] == pytest.approx(2.0, rel=0.02)
+        assert fitted["joules_per_byte"] == pytest.approx(100e-12, rel=0.02)
+        assert fitted["verified_on"] == "host"
+
+    def test_answers_that_are_alike_say_why_they_do_not(self, tmp_path: Path) -> None:
+        meter = EnergyMeter(root=rapl(tmp_path, 0))
+        for at in range(1, FIT_EVERY + 1):
+            meter.begin()
+            rapl(tmp_path, 5_000 * at)
+            meter.answered(WORK)
+        assert "apart" in str(meter.facts()["fitted"])
+
+    def test_its_figures_are_a_setting_elsewhere(self) -> None:
+        model = configured("0.8, 9e-11,2e-12")
+        assert (model.idle_watts, model.joules_per_byte, model.origin) == (0.8, 9e-11, "configured")
+        assert model.verified_on == "unverified"
+
+    @pytest.mark.parametrize("text", ["1,2", "1,2,x", "1,2,-3", "1,2,nan", "1,2,inf", "1 2 3"])
+    def test_other_settings_are_refused_with_a_reason(self, text: str) -> None:
+        with pytest.raises(ConfigurationError, match="three numbers"):
+            AgentConfig(energy_model=text)
 
 
 class TestDrain:
