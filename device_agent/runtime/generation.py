@@ -116,7 +116,7 @@ class Generation(Iterator[Token]):
         tokens: TokenSpec,
         limits: Limits,
         stats: Stats,
-        ended: Callable[[Reason], None],
+        ended: Callable[[Reason, Stats], None],
         monotonic: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Begin nothing yet.
@@ -183,7 +183,9 @@ class Generation(Iterator[Token]):
     def close(self) -> None:
         """End it now; tokens that were not fetched stay in `ids`."""
         self._fresh.clear()
-        self._end(Reason.CANCELLED)
+        if self.reason is None:
+            self._end(Reason.CANCELLED)
+            self._ended(Reason.CANCELLED, self.stats)
 
     def __enter__(self) -> Self:
         return self
@@ -221,6 +223,8 @@ class Generation(Iterator[Token]):
         finally:
             self._worked_s += self._monotonic() - self._work_began
             self.stats.total_ms = self._worked_s * _SECOND_MS
+            if self.reason is not None:
+                self._ended(self.reason, self.stats)
 
     def _run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, Buffer]:
         self.stats.native_calls += 1
@@ -245,11 +249,8 @@ class Generation(Iterator[Token]):
         return Reason.CONTEXT_FULL if is_full else Reason.MAX_TOKENS
 
     def _end(self, reason: Reason) -> None:
-        if self.reason is not None:
-            return
         self.reason = reason
         self._dialogue.close()
-        self._ended(reason)
 
 
 def require_ids(prompt: Sequence[int], tokens: TokenSpec) -> list[int]:

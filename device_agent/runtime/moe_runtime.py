@@ -41,6 +41,7 @@ from device_agent.runtime.bundle import (
 from device_agent.runtime.degrade_keeper import DEFAULT_RULES, DegradeKeeper, rungs_of
 from device_agent.runtime.generation import Generation, Limits, Reason, Stats, Stop, require_ids
 from device_agent.runtime.pictures import Picture, pixels_of
+from device_agent.runtime.residency import residency_of
 from device_agent.runtime.sampling import Chooser, chooser
 from device_agent.runtime.sentinel import SentinelRunner
 from device_agent.runtime.tuning import Tuned, tune
@@ -59,7 +60,7 @@ class MoERuntime:
         self,
         bundle: LoadedBundle,
         tuned: Tuned = _UNTUNED,
-        degrade: DegradeKeeper | None = None,
+        rules: Sequence[Rule] | DegradeKeeper = DEFAULT_RULES,
         monotonic: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Hold a loaded bundle; `open` and `installed` are what callers use.
@@ -67,7 +68,7 @@ class MoERuntime:
         Args:
             bundle: Loaded, its cache empty; closed with this.
             tuned: How it runs here.
-            degrade: Says when it does less; None = by the rules that are built in.
+            rules: When it does less; or who says so.
             monotonic: Clock in seconds.
         """
         self.manifest_sha256: Final = bundle.manifest_sha256
@@ -76,8 +77,11 @@ class MoERuntime:
         self._tuned = tuned
         self._watched = SentinelRunner(bundle.runner, bundle.pipeline)
         self._banded = None if bundle.bands is None else BandedRunner(self._watched, bundle.bands)
-        rungs = rungs_of(bundle.bands)
-        self._degrade = degrade or DegradeKeeper(DEFAULT_RULES, rungs, monotonic)
+        self._pager = residency_of(getattr(bundle.runner, "weights", None), monotonic)
+        rungs = rungs_of(bundle.bands, is_paged=self._pager is not None)
+        self._degrade: DegradeKeeper = (
+            rules if isinstance(rules, DegradeKeeper) else DegradeKeeper(rules, rungs, monotonic)
+        )
         self._session: Session | None = None
         self._is_closed = False
         self.monotonic: Final = monotonic
@@ -138,8 +142,7 @@ class MoERuntime:
     @classmethod
     def _started(cls, bundle: LoadedBundle, threads: int, cpus: str, rules: Sequence[Rule]) -> Self:
         try:
-            keeper = DegradeKeeper(rules, rungs_of(bundle.bands), time.perf_counter)
-            return cls(bundle, tune(bundle, threads, cpus), keeper)
+            return cls(bundle, tune(bundle, threads, cpus), rules)
         except ContractError as error:
             bundle.runner.close()
             raise BundleError(f"the bundle does not run: {error}", hint=error.hint) from error
@@ -176,6 +179,7 @@ class MoERuntime:
     def facts(self) -> Mapping[str, object]:
         """Threads, policy and rung: what `status` shows of a running bundle."""
         facts = {**self._tuned.facts, "degrade": self._degrade.facts()}
+        facts |= {} if self._pager is None else self._pager.facts()
         return facts if self._banded is None else {**facts, "steps": dict(self._banded.ran)}
 
     def session(self) -> "Session":
@@ -200,11 +204,14 @@ class MoERuntime:
         rung = self._degrade.rung()
         if self._banded is not None:
             self._banded.fewest = rung >= Rung.FEWER_EXPERTS
+        if self._pager is not None:
+            self._pager.look()
+            self._pager.is_fetching_ahead = rung < Rung.NO_PREFETCH
         return rung is not Rung.NORMAL
 
-    def end_answer(self, *, failed: bool) -> None:
-        """Count an answer; the policy may move after it."""
-        self._degrade.answered(failed=failed)
+    def end_answer(self, *, failed: bool, latency_ms: float | None) -> None:
+        """Count an answer, and what it took if it was whole; the policy may move after it."""
+        self._degrade.answered(failed=failed, latency_ms=latency_ms)
         if self._tuned.keeper is not None:
             self._tuned.keeper.answered()
 
@@ -346,8 +353,10 @@ class Session:
         if self._is_closed:
             raise RuntimeBusyError("the session is closed", hint="take another one")
 
-    def _answered(self, reason: Reason) -> None:
-        self._runtime.end_answer(failed=reason is Reason.ERROR)
+    def _answered(self, reason: Reason, stats: Stats) -> None:
+        is_whole = reason in (Reason.ENDED, Reason.MAX_TOKENS, Reason.CONTEXT_FULL)
+        latency_ms = stats.total_ms if is_whole else None
+        self._runtime.end_answer(failed=reason is Reason.ERROR, latency_ms=latency_ms)
 
     def _ids(self, prompt: str | Sequence[int], template: str | None) -> list[int]:
         try:

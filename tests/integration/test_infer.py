@@ -84,6 +84,17 @@ def test_two_runtimes_share_weights(folder: Path) -> None:
     assert texts == [ANSWER, ANSWER]
 
 
+def test_experts_beyond_a_budget_come_as_they_are_needed(folder: Path) -> None:
+    pool = WeightPool(1_900_000)
+    with MoERuntime.open(folder / "bundle", pool=pool, rules=()) as runtime:
+        answer = runtime.session().generate("what at top left", image=folder / "card.npy")
+        assert answer.text() == ANSWER
+        assert answer.stats.first_token_ms is not None
+        assert 0 < int(str(runtime.facts["resident_bytes"])) <= 1_900_000
+    with MoERuntime.open(folder / "bundle", rules=()) as runtime:
+        assert "resident_bytes" not in runtime.facts
+
+
 def test_a_damaged_bundle_is_refused(folder: Path, tmp_path: Path) -> None:
     target = host_target()
     assert target is not None

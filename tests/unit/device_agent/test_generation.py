@@ -357,7 +357,7 @@ def test_rules_make_it_do_less_and_the_statistics_say_so() -> None:
     clock, bands, runner = Ticks(), test_runtime.TestDoingLess.bands(), BandedFake(entropy=0.9)
     keeper = DegradeKeeper(DEFAULT_RULES, rungs_of(bands), clock, lambda: {"temperature": 95.0})
     bundle = LoadedBundle("a" * 64, runner, PIPELINE, b"", bands=bands)
-    runtime = MoERuntime(bundle, degrade=keeper, monotonic=clock)
+    runtime = MoERuntime(bundle, rules=keeper, monotonic=clock)
     session = runtime.session()
     degraded = []
     for at in range(12):
