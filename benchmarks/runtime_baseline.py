@@ -1,0 +1,235 @@
+"""What `benchmarks.runtime` compares with: an LRU cache of experts in memory from malloc.
+
+    USE of an expert -(in memory?)-> pointers of its weights
+                     -(no)-> free the least recently used until it fits, malloc, pread, set pointers
+
+The kernels, the plan, the files and the budget are the product's; what differs is the memory manager
+that one would write first: glibc's allocator, one block per expert, loaded when it is needed and in
+the thread that needs it. It is C, as the pool is, so neither pays for Python. A plan has no way to
+move a weight, on purpose; the baseline finds the pointers in the plan's own memory by their values
+and rewrites them, which nobody but a benchmark may do.
+"""
+
+import ctypes
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.synthetic import CACHE
+from compiler.contract.native import NativePlan
+from compiler.contract.native_memory import Memory
+from compiler.contract.operations import ExpertEvent
+from compiler.contract.pager import C_PAGER
+from compiler.emitters.toolchain import compile_shared
+from compiler.hardware.targets import find_target
+
+EXPERT_SECTION: Final = "expert."
+POINTERS: Final = 3
+"""Pointers of a weight that lie in its section: codes, scales of groups, scales of rows."""
+SOURCE: Final = """
+#include <stdint.h>
+typedef struct entry {
+  uint64_t *pointer[6];
+  int64_t offset[6];
+  int64_t bytes, file, tick;
+  uint8_t *at;
+} entry;
+typedef struct cache {
+  void *(*malloc)(uint64_t);
+  void (*free)(void *);
+  int64_t (*pread)(int32_t, void *, uint64_t, int64_t);
+  int32_t (*advise)(int32_t, int64_t, int64_t, int32_t);
+  entry *entries;
+  int32_t *entry_of;
+  int64_t n, budget, held, peak, clock, hits, misses, is_cold;
+} cache;
+
+static int32_t make_room(cache *c, int64_t bytes) {
+  while (c->held + bytes > c->budget) {
+    entry *oldest = 0;
+    for (int64_t i = 0; i < c->n; i++)
+      if (c->entries[i].at && (!oldest || c->entries[i].tick < oldest->tick)) oldest = &c->entries[i];
+    if (!oldest) return 1;
+    c->free(oldest->at);
+    oldest->at = 0;
+    c->held -= oldest->bytes;
+  }
+  return 0;
+}
+
+static int32_t load(cache *c, entry *e) {
+  if (make_room(c, e->bytes)) return 1;
+  e->at = c->malloc((uint64_t)e->bytes);
+  if (!e->at) return 1;
+  for (int64_t done = 0; done < e->bytes;) {
+    const int64_t n = c->pread((int32_t)e->file, e->at + done, (uint64_t)(e->bytes - done), done);
+    if (n <= 0) return 1;
+    done += n;
+  }
+  if (c->is_cold) c->advise((int32_t)e->file, 0, 0, 4);
+  c->held += e->bytes;
+  if (c->held > c->peak) c->peak = c->held;
+  for (int i = 0; i < 6; i++) *e->pointer[i] = (uint64_t)(uintptr_t)(e->at + e->offset[i]);
+  return 0;
+}
+
+__attribute__((visibility("default"))) int32_t lru_pager(void *user, uint32_t event, uint32_t weight) {
+  cache *c = user;
+  if (event != USE_EVENT) return 0;
+  entry *e = &c->entries[c->entry_of[weight]];
+  e->tick = ++c->clock;
+  if (e->at) {
+    c->hits++;
+    return 0;
+  }
+  c->misses++;
+  return load(c, e);
+}
+"""
+
+
+class _Entry(ctypes.Structure):
+    _fields_ = (
+        ("pointer", ctypes.c_uint64 * (2 * POINTERS)),
+        ("offset", ctypes.c_int64 * (2 * POINTERS)),
+        ("bytes", ctypes.c_int64),
+        ("file", ctypes.c_int64),
+        ("tick", ctypes.c_int64),
+        ("at", ctypes.c_uint64),
+    )
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = (
+        ("malloc", ctypes.c_void_p),
+        ("free", ctypes.c_void_p),
+        ("pread", ctypes.c_void_p),
+        ("advise", ctypes.c_void_p),
+        ("entries", ctypes.c_void_p),
+        ("entry_of", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("budget", ctypes.c_int64),
+        ("held", ctypes.c_int64),
+        ("peak", ctypes.c_int64),
+        ("clock", ctypes.c_int64),
+        ("hits", ctypes.c_int64),
+        ("misses", ctypes.c_int64),
+        ("is_cold", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the cache did since the last reset."""
+
+    hits: int
+    misses: int
+
+
+class LruExperts:
+    """The cache of one plan; close it before the plan."""
+
+    def __init__(
+        self, plan: NativePlan, sections: Path, budget: int, *, target: str, is_cold: bool
+    ) -> None:
+        """Take over the experts of a plan.
+
+        Args:
+            plan: Loaded, its sections in memory; its experts' pages are given back here.
+            sections: Folder of the section files.
+            budget: Bytes of experts that may be in memory.
+            target: Whom the cache's code is for.
+            is_cold: Whether the system forgets a file after each read, so that a miss reads storage.
+        """
+        source = SOURCE.replace("USE_EVENT", str(int(ExpertEvent.USE)))
+        path = CACHE / "lru-experts.so"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(compile_shared(source, find_target(target), CACHE))
+        self._code = ctypes.CDLL(str(path))
+        self._libc = ctypes.CDLL(None)
+        self._plan = plan
+        self._files: list[int] = []
+        self._entries, self._entry_of = self._tables(plan, sections)
+        names = ("malloc", "free", "pread", "posix_fadvise")
+        functions = [ctypes.cast(getattr(self._libc, name), ctypes.c_void_p) for name in names]
+        self._cache = _Cache(
+            *functions,
+            ctypes.addressof(self._entries),
+            ctypes.addressof(self._entry_of),
+            len(self._entries),
+            budget,
+            is_cold=int(is_cold),
+        )
+        pager = ctypes.cast(self._code.lru_pager, C_PAGER)
+        plan.set_native_pager(pager, ctypes.addressof(self._cache))
+
+    def counts(self) -> Counts:
+        """Return hits and misses so far, and start counting anew."""
+        found = Counts(self._cache.hits, self._cache.misses)
+        self._cache.hits = self._cache.misses = 0
+        return found
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of experts held at once."""
+        return int(self._cache.peak)
+
+    def close(self) -> None:
+        """Free all experts; the plan cannot run them any more."""
+        for entry in self._entries:
+            if entry.at:
+                self._libc.free(ctypes.c_void_p(entry.at))
+                entry.at = 0
+        for file in self._files:
+            os.close(file)
+
+    def _tables(
+        self, plan: NativePlan, folder: Path
+    ) -> tuple["ctypes.Array[_Entry]", "ctypes.Array[ctypes.c_int32]"]:
+        sections = plan.plan.sections
+        starts = {at: start for at, start in enumerate(plan.weights.table(sections))}
+        members: dict[int, list[int]] = {}
+        for number, weight in enumerate(plan.plan.weights):
+            if sections[weight.section].name.startswith(EXPERT_SECTION):
+                members.setdefault(weight.section, []).append(number)
+        entries = (_Entry * len(members))()
+        entry_of = (ctypes.c_int32 * len(plan.plan.weights))()
+        for at, (section, numbers) in enumerate(members.items()):
+            entry, name = entries[at], sections[section].name
+            file = os.open(folder / name, os.O_RDONLY)
+            self._files.append(file)
+            entry.file, entry.bytes = file, sections[section].length
+            base = int(starts[section].data or 0)
+            pointers = _pointers(plan, base, entry.bytes)
+            assert len(pointers) == POINTERS * len(numbers), "an expert's weights are not dense W4"
+            for i, (place, value) in enumerate(pointers):
+                entry.pointer[i], entry.offset[i] = place, value - base
+            for number in numbers:
+                entry_of[number] = at
+            _give_back(base, entry.bytes)
+        return entries, entry_of
+
+
+def _pointers(plan: NativePlan, base: int, length: int) -> Sequence[tuple[int, int]]:
+    """Return where the plan's memory holds pointers into a range, and their values."""
+    view, start = plan.context_memory()
+    words = struct.unpack(f"<{len(view) // 8}Q", view[: len(view) // 8 * 8])
+    return [
+        (start + 8 * at, word) for at, word in enumerate(words) if base <= word < base + length
+    ]
+
+
+def _give_back(address: int, length: int) -> None:
+    """Return whole pages to the system: what was loaded with the plan is not the cache's."""
+    page = os.sysconf("SC_PAGESIZE")
+    first = -(-address // page) * page
+    last = (address + length) // page * page
+    dont_need = 4
+    libc = ctypes.CDLL(None)
+    libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), dont_need)
+
+
+__all__ = ["Counts", "LruExperts", "Memory"]
