@@ -11,6 +11,7 @@ and rewrites them, which nobody but a benchmark may do.
 """
 
 import ctypes
+import hashlib
 import os
 import struct
 from collections.abc import Sequence
@@ -20,7 +21,6 @@ from typing import Final
 
 from benchmarks.synthetic import CACHE
 from compiler.contract.native import NativePlan
-from compiler.contract.native_memory import Memory
 from compiler.contract.operations import ExpertEvent
 from compiler.contract.pager import C_PAGER
 from compiler.emitters.toolchain import compile_shared
@@ -28,7 +28,9 @@ from compiler.hardware.targets import find_target
 
 EXPERT_SECTION: Final = "expert."
 POINTERS: Final = 3
-"""Pointers of a weight that lie in its section: codes, scales of groups, scales of rows."""
+"""Pointers of a W4 weight: codes, scales of groups, scales of rows."""
+CONSTANT_BYTES: Final = 56
+"""Size of the runtime's record of a weight, which begins with the pointers."""
 SOURCE: Final = """
 #include <stdint.h>
 typedef struct entry {
@@ -41,10 +43,9 @@ typedef struct cache {
   void *(*malloc)(uint64_t);
   void (*free)(void *);
   int64_t (*pread)(int32_t, void *, uint64_t, int64_t);
-  int32_t (*advise)(int32_t, int64_t, int64_t, int32_t);
   entry *entries;
   int32_t *entry_of;
-  int64_t n, budget, held, peak, clock, hits, misses, is_cold;
+  int64_t n, budget, held, peak, clock, hits, misses;
 } cache;
 
 static int32_t make_room(cache *c, int64_t bytes) {
@@ -69,7 +70,6 @@ static int32_t load(cache *c, entry *e) {
     if (n <= 0) return 1;
     done += n;
   }
-  if (c->is_cold) c->advise((int32_t)e->file, 0, 0, 4);
   c->held += e->bytes;
   if (c->held > c->peak) c->peak = c->held;
   for (int i = 0; i < 6; i++) *e->pointer[i] = (uint64_t)(uintptr_t)(e->at + e->offset[i]);
@@ -107,7 +107,6 @@ class _Cache(ctypes.Structure):
         ("malloc", ctypes.c_void_p),
         ("free", ctypes.c_void_p),
         ("pread", ctypes.c_void_p),
-        ("advise", ctypes.c_void_p),
         ("entries", ctypes.c_void_p),
         ("entry_of", ctypes.c_void_p),
         ("n", ctypes.c_int64),
@@ -117,7 +116,6 @@ class _Cache(ctypes.Structure):
         ("clock", ctypes.c_int64),
         ("hits", ctypes.c_int64),
         ("misses", ctypes.c_int64),
-        ("is_cold", ctypes.c_int64),
     )
 
 
@@ -132,9 +130,7 @@ class Counts:
 class LruExperts:
     """The cache of one plan; close it before the plan."""
 
-    def __init__(
-        self, plan: NativePlan, sections: Path, budget: int, *, target: str, is_cold: bool
-    ) -> None:
+    def __init__(self, plan: NativePlan, sections: Path, budget: int, target: str) -> None:
         """Take over the experts of a plan.
 
         Args:
@@ -142,18 +138,19 @@ class LruExperts:
             sections: Folder of the section files.
             budget: Bytes of experts that may be in memory.
             target: Whom the cache's code is for.
-            is_cold: Whether the system forgets a file after each read, so that a miss reads storage.
         """
         source = SOURCE.replace("USE_EVENT", str(int(ExpertEvent.USE)))
-        path = CACHE / "lru-experts.so"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(compile_shared(source, find_target(target), CACHE))
+        code = compile_shared(source, find_target(target), CACHE)
+        path = CACHE / f"lru-experts-{hashlib.sha256(code).hexdigest()[:16]}.so"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(code)
         self._code = ctypes.CDLL(str(path))
         self._libc = ctypes.CDLL(None)
         self._plan = plan
         self._files: list[int] = []
         self._entries, self._entry_of = self._tables(plan, sections)
-        names = ("malloc", "free", "pread", "posix_fadvise")
+        names = ("malloc", "free", "pread")
         functions = [ctypes.cast(getattr(self._libc, name), ctypes.c_void_p) for name in names]
         self._cache = _Cache(
             *functions,
@@ -161,10 +158,10 @@ class LruExperts:
             ctypes.addressof(self._entry_of),
             len(self._entries),
             budget,
-            is_cold=int(is_cold),
         )
         pager = ctypes.cast(self._code.lru_pager, C_PAGER)
-        plan.set_native_pager(pager, ctypes.addressof(self._cache))
+        assert plan._library is not None and plan._library.set_pager is not None
+        plan._library.set_pager(plan._context, pager, ctypes.addressof(self._cache))
 
     def counts(self) -> Counts:
         """Return hits and misses so far, and start counting anew."""
@@ -190,36 +187,38 @@ class LruExperts:
         self, plan: NativePlan, folder: Path
     ) -> tuple["ctypes.Array[_Entry]", "ctypes.Array[ctypes.c_int32]"]:
         sections = plan.plan.sections
-        starts = {at: start for at, start in enumerate(plan.weights.table(sections))}
+        starts = [int(row.data or 0) for row in plan.weights.table(sections)]
         members: dict[int, list[int]] = {}
         for number, weight in enumerate(plan.plan.weights):
             if sections[weight.section].name.startswith(EXPERT_SECTION):
                 members.setdefault(weight.section, []).append(number)
+        consts = _constants(plan, starts)
         entries = (_Entry * len(members))()
         entry_of = (ctypes.c_int32 * len(plan.plan.weights))()
         for at, (section, numbers) in enumerate(members.items()):
-            entry, name = entries[at], sections[section].name
-            file = os.open(folder / name, os.O_RDONLY)
-            self._files.append(file)
-            entry.file, entry.bytes = file, sections[section].length
-            base = int(starts[section].data or 0)
-            pointers = _pointers(plan, base, entry.bytes)
-            assert len(pointers) == POINTERS * len(numbers), "an expert's weights are not dense W4"
-            for i, (place, value) in enumerate(pointers):
-                entry.pointer[i], entry.offset[i] = place, value - base
+            entry, base = entries[at], starts[section]
+            self._files.append(os.open(folder / sections[section].name, os.O_RDONLY))
+            entry.file, entry.bytes = self._files[-1], sections[section].length
+            places = [consts + CONSTANT_BYTES * n + 8 * i for n in numbers for i in range(POINTERS)]
+            for i, place in enumerate(places):
+                entry.pointer[i] = place
+                entry.offset[i] = ctypes.c_uint64.from_address(place).value - base
             for number in numbers:
                 entry_of[number] = at
             _give_back(base, entry.bytes)
         return entries, entry_of
 
 
-def _pointers(plan: NativePlan, base: int, length: int) -> Sequence[tuple[int, int]]:
-    """Return where the plan's memory holds pointers into a range, and their values."""
-    view, start = plan.context_memory()
-    words = struct.unpack(f"<{len(view) // 8}Q", view[: len(view) // 8 * 8])
-    return [
-        (start + 8 * at, word) for at, word in enumerate(words) if base <= word < base + length
-    ]
+def _constants(plan: NativePlan, starts: Sequence[int]) -> int:
+    """Return where the plan's memory holds the pointers of its first weight, by their values."""
+    memory, size = plan._memory, plan.context_bytes // 8 * 8
+    words = struct.unpack(f"<{size // 8}Q", memory.view[:size])
+    data = [starts[weight.section] + weight.offset for weight in plan.plan.weights]
+    step = CONSTANT_BYTES // 8
+    for at, word in enumerate(words):
+        if word == data[0] and list(words[at : at + step * len(data) : step]) == data:
+            return memory.address + 8 * at
+    raise AssertionError("the plan's memory holds no table of weights")
 
 
 def _give_back(address: int, length: int) -> None:
@@ -230,6 +229,3 @@ def _give_back(address: int, length: int) -> None:
     dont_need = 4
     libc = ctypes.CDLL(None)
     libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), dont_need)
-
-
-__all__ = ["Counts", "LruExperts", "Memory"]
