@@ -3,11 +3,11 @@
     USE of an expert -(in memory?)-> pointers of its weights
                      -(no)-> free the least recently used until it fits, malloc, pread, set pointers
 
-The kernels, the plan, the files and the budget are the product's; what differs is the memory manager
-that one would write first: glibc's allocator, one block per expert, loaded when it is needed and in
-the thread that needs it. It is C, as the pool is, so neither pays for Python. A plan has no way to
-move a weight, on purpose; the baseline finds the pointers in the plan's own memory by their values
-and rewrites them, which nobody but a benchmark may do.
+The kernels, the plan, the files and the budget are the product's; what differs is the memory
+manager that one would write first: glibc's allocator, one block per expert, loaded when it is
+needed and in the thread that needs it. It is C, as the pool is, so neither pays for Python. A plan
+has no way to move a weight, on purpose; the baseline finds the pointers in the plan's own memory by
+their values and rewrites them, which nobody but a benchmark may do.
 """
 
 import ctypes
@@ -15,7 +15,6 @@ import hashlib
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +32,7 @@ CONSTANT_BYTES: Final = 56
 """Size of the runtime's record of a weight, which begins with the pointers."""
 SOURCE: Final = """
 #include <stdint.h>
+#define EXPORT __attribute__((visibility("default")))
 typedef struct entry {
   uint64_t *pointer[6];
   int64_t offset[6];
@@ -51,8 +51,10 @@ typedef struct cache {
 static int32_t make_room(cache *c, int64_t bytes) {
   while (c->held + bytes > c->budget) {
     entry *oldest = 0;
-    for (int64_t i = 0; i < c->n; i++)
-      if (c->entries[i].at && (!oldest || c->entries[i].tick < oldest->tick)) oldest = &c->entries[i];
+    for (int64_t i = 0; i < c->n; i++) {
+      entry *e = &c->entries[i];
+      if (e->at && (!oldest || e->tick < oldest->tick)) oldest = e;
+    }
     if (!oldest) return 1;
     c->free(oldest->at);
     oldest->at = 0;
@@ -76,7 +78,7 @@ static int32_t load(cache *c, entry *e) {
   return 0;
 }
 
-__attribute__((visibility("default"))) int32_t lru_pager(void *user, uint32_t event, uint32_t weight) {
+EXPORT int32_t lru_pager(void *user, uint32_t event, uint32_t weight) {
   cache *c = user;
   if (event != USE_EVENT) return 0;
   entry *e = &c->entries[c->entry_of[weight]];
@@ -119,14 +121,6 @@ class _Cache(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What the cache did since the last reset."""
-
-    hits: int
-    misses: int
-
-
 class LruExperts:
     """The cache of one plan; close it before the plan."""
 
@@ -160,12 +154,13 @@ class LruExperts:
             budget,
         )
         pager = ctypes.cast(self._code.lru_pager, C_PAGER)
-        assert plan._library is not None and plan._library.set_pager is not None
+        assert plan._library is not None
+        assert plan._library.set_pager is not None
         plan._library.set_pager(plan._context, pager, ctypes.addressof(self._cache))
 
-    def counts(self) -> Counts:
-        """Return hits and misses so far, and start counting anew."""
-        found = Counts(self._cache.hits, self._cache.misses)
+    def counts(self) -> tuple[int, int]:
+        """Return hits and misses since the last call."""
+        found = int(self._cache.hits), int(self._cache.misses)
         self._cache.hits = self._cache.misses = 0
         return found
 

@@ -1,0 +1,269 @@
+"""A model larger than its memory: misses, time, first token, memory. `python -m benchmarks.runtime`.
+
+A decoder of 48 experts of 6 MB routes as EdgeCard did on its evaluation cards (`runtime_model`),
+with a quarter, half and three quarters of its experts in memory. Ways of holding experts
+(`runtime_memory`) take turns in windows of tokens in one process; before every token the system
+forgets the files, so that a miss reads storage. The baseline has the same kernels, files and
+budget: LRU, loads when needed, glibc's malloc. The steering is EdgeCard's own, found on its
+calibration cards (`make bench-routing` judges what it costs in answers). One thread computes; where
+experts are read ahead a second one reads.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Final
+
+from benchmarks.answer import build
+from benchmarks.decode_plan import FIRST_POSITION
+from benchmarks.runner import Claim, main
+from benchmarks.runtime_memory import (
+    AHEAD,
+    FULL,
+    LRU,
+    POOL,
+    WAYS,
+    CachedExperts,
+    ColdFiles,
+    Folder,
+    Loads,
+    PooledExperts,
+    Walker,
+    open_experts,
+)
+from benchmarks.runtime_model import runtime_shape, write_routed_plan
+from benchmarks.runtime_trace import edgecard_trace
+from compiler.contract.pool_plan import internal
+from compiler.contract.session import STEP, step_inputs
+from compiler.contract.steering import Steering
+from compiler.contract.steering_points import SECTION, parse_steering_points
+from compiler.driver.native_check import host_target
+from examples.edgecard.materialise import materialise
+
+SHARES: Final = (0.25, 0.5, 0.75)
+WINDOW: Final = 20
+WINDOWS: Final = 30
+WARM_UP: Final = 100
+STEP_TOKENS: Final = 32
+PROMPT: Final = 8
+TOKENS_SEEN: Final = 400
+FIRST_ROUNDS: Final = 7
+FEWER_MISSES: Final = 2.0
+MEMORY_SHARE: Final = 0.75
+BARS: Final = {"memory": 1 / 0.81, "warm": 1.3, "static": 1 / 0.71}
+MOST_WASTE: Final = 0.04
+MILLISECONDS: Final = 1e3
+MEGABYTE: Final = 1e6
+BASELINE: Final = "LRU, malloc"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all rows share.
+
+    Attributes:
+        folder: The plan.
+        steps: Tokens of the trace.
+        steering: Coefficients under full pressure.
+    """
+
+    folder: Folder
+    steps: int
+    steering: Steering
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What a way of holding experts took.
+
+    Attributes:
+        ms: Milliseconds per token, by window.
+        loads: Over all windows.
+    """
+
+    ms: Sequence[float]
+    loads: Loads
+
+    @property
+    def misses(self) -> float:
+        """Experts per token that had to be waited for from the beginning of their load."""
+        return self.loads.misses / (WINDOW * WINDOWS)
+
+
+def measure() -> list[Claim]:
+    """Write the plan, measure every row, return the claims."""
+    target = host_target()
+    if target is None:
+        raise SystemExit("error: no target runs on this machine")
+    trace = edgecard_trace()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Folder(Path(name) / "plan", target.id)
+        write_routed_plan(runtime_shape(trace), trace, target.id, STEP_TOKENS, folder.path)
+        setting = Setting(folder, len(trace), edgecard_steering())
+        claims = [claim for share in SHARES for claim in share_claims(setting, share)]
+        claims += first_token_claims(setting)
+        claims += memory_claims(setting)
+    return claims
+
+
+def edgecard_steering() -> Steering:
+    """Return what EdgeCard's bundle tells a device to do when memory is short."""
+    with tempfile.TemporaryDirectory() as name:
+        sections = build(materialise("v1", Path(name))).sections
+    found = parse_steering_points(sections[SECTION])
+    return found.points[found.pressed].steering()
+
+
+def walk_all(setting: Setting, share: float, ways: Sequence[str] = WAYS) -> dict[str, Walked]:
+    """Have all ways walk the trace in turn."""
+    opened = {way: open_experts(way, setting.folder, share, setting.steering) for way in ways}
+    walkers = {way: Walker(experts, setting.steps) for way, experts in opened.items()}
+    spent: dict[str, list[float]] = {way: [] for way in ways}
+    with closing(ColdFiles(setting.folder)) as cold:
+        for way, walker in walkers.items():
+            walker.walk(WARM_UP)
+            opened[way].loads()
+        for at in range(WINDOWS):
+            for way in list(ways)[:: 1 if at % 2 else -1]:
+                spent[way].append(walkers[way].walk(WINDOW, cold) / WINDOW * MILLISECONDS)
+    found = {way: Walked(spent[way], experts.loads()) for way, experts in opened.items()}
+    for experts in opened.values():
+        experts.close()
+    return found
+
+
+def share_claims(setting: Setting, share: float) -> list[Claim]:
+    """Return misses and time with a share of the experts in memory, and what reading ahead hid."""
+    walked = walk_all(setting, share)
+    base = walked[LRU]
+    area = f"runtime.{round(100 * share)}"
+    claims = []
+    for way in WAYS[1:]:
+        found = walked[way]
+        bar = FEWER_MISSES if way == FULL else None
+        ratio = base.misses / max(found.misses, 1e-9)
+        claims.append(
+            _claim(f"{area}.misses.{way}", found.misses, "a token", base.misses, ratio, bar)
+        )
+        ms, base_ms = statistics.median(found.ms), statistics.median(base.ms)
+        claims.append(_claim(f"{area}.token.{way}", ms, "ms", base_ms, base_ms / ms, None))
+    return [
+        *claims,
+        *_ahead_claims(area, walked[AHEAD].loads, AHEAD),
+        *_ahead_claims(area, walked[FULL].loads, FULL),
+    ]
+
+
+def _ahead_claims(area: str, loads: Loads, way: str) -> list[Claim]:
+    moved = loads.hidden + loads.late + loads.misses
+    hidden = loads.hidden / moved if moved else 0.0
+    hit = loads.foreseen / loads.predicted if loads.predicted else 0.0
+    return [
+        _claim(f"{area}.hidden.{way}", hidden, "of loads", None, None, None, f"{moved} loads"),
+        _claim(
+            f"{area}.foreseen.{way}",
+            hit,
+            "of predicted",
+            None,
+            None,
+            None,
+            f"{loads.predicted} predicted",
+        ),
+    ]
+
+
+def first_token_claims(setting: Setting) -> list[Claim]:
+    """Return the time to the first token after a start: hot set, nothing, and the baseline."""
+    seen = PooledExperts(setting.folder, 0.5, steering=setting.steering)
+    Walker(seen, setting.steps).walk(TOKENS_SEEN)
+    heats = seen.weights.pool.heats()
+    seen.close()
+    spent: dict[str, list[float]] = {name: [] for name in ("hot", "cold", "static")}
+    with closing(ColdFiles(setting.folder)) as cold:
+        for _ in range(FIRST_ROUNDS):
+            for name, seconds in spent.items():
+                seconds.append(_first_token(setting, name, heats, cold))
+    hot, empty, static = (statistics.median(spent[name]) * MILLISECONDS for name in spent)
+    note = f"prompt of {PROMPT} tokens and one more, half of the experts fit, files forgotten"
+    return [
+        _claim("runtime.first.hot", hot, "ms", empty, empty / hot, BARS["warm"], note, "nothing in memory"),
+        _claim("runtime.first.static", hot, "ms", static, static / hot, BARS["static"], note, "static top-2, cold, LRU"),
+    ]  # fmt: skip
+
+
+def _first_token(setting: Setting, name: str, heats: Sequence[int], cold: ColdFiles) -> float:
+    folder = setting.folder
+    if name == "static":
+        experts: CachedExperts | PooledExperts = CachedExperts(folder, 0.5)
+    else:
+        known = heats if name == "hot" else ()
+        experts = PooledExperts(folder, 0.5, ahead=True, steering=setting.steering, heats=known)
+        if name == "cold":
+            experts.empty()
+    with closing(experts):
+        cold.forget()
+        start = perf_counter()
+        first = TOKENS_SEEN
+        for ids in (range(first, first + PROMPT), [first + PROMPT]):
+            experts.plan.run(STEP, step_inputs(list(ids), FIRST_POSITION + experts.plan.kv_length))
+        return perf_counter() - start
+
+
+def memory_claims(setting: Setting) -> list[Claim]:
+    """Return the most memory that a process of its own holds, and the pool's waste."""
+    names = ("static", FULL)
+    held = {name: _held(setting, name) for name in names}
+    ratio = held["static"] / held[FULL]
+    note = f"{MEMORY_SHARE:.0%} of the experts fit"
+    claims = [
+        _claim("runtime.memory", held[FULL] / MEGABYTE, "MB", held["static"] / MEGABYTE, ratio, BARS["memory"], note, "all weights in memory, malloc"),
+    ]  # fmt: skip
+    experts = PooledExperts(setting.folder, MEMORY_SHARE)
+    Walker(experts, setting.steps).walk(TOKENS_SEEN)
+    counts = experts.weights.pool.counts()
+    experts.close()
+    waste = internal(counts["asked_bytes"], counts["given_bytes"])
+    claims.append(
+        _claim(
+            "runtime.waste",
+            waste,
+            "of runs",
+            MOST_WASTE,
+            MOST_WASTE / max(waste, 1e-9),
+            1.0,
+            "bytes of runs that no expert asked for",
+            "most",
+        )
+    )
+    return claims  # fmt: skip
+
+
+def _held(setting: Setting, name: str) -> int:
+    steering = setting.steering
+    command = [sys.executable, "-m", "benchmarks.runtime_held", str(setting.folder.path)]
+    command += [setting.folder.target, name, str(MEMORY_SHARE), str(setting.steps)]
+    command += [str(steering.pull), str(steering.margin)]
+    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def _claim(
+    name: str,
+    value: float,
+    unit: str,
+    peer_value: float | None,
+    ratio: float | None,
+    bar: float | None,
+    note: str = "",
+    peer: str = BASELINE,
+) -> Claim:
+    return Claim(name, value, unit, peer if peer_value is not None else "", "", peer_value, ratio, bar, "host", note)  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main("runtime", measure, sys.argv[1:]))
