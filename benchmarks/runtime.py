@@ -1,4 +1,4 @@
-"""A model larger than its memory: misses, time, first token, memory. `python -m benchmarks.runtime`.
+"""A model larger than its memory: misses, time, first token: `python -m benchmarks.runtime`.
 
 A decoder of 48 experts of 6 MB routes as EdgeCard did on its evaluation cards (`runtime_model`),
 with a quarter, half and three quarters of its experts in memory. Ways of holding experts
@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from benchmarks.runtime_memory import (
     AHEAD,
     FULL,
     LRU,
-    POOL,
+    PARTS,
     WAYS,
     CachedExperts,
     ColdFiles,
@@ -55,9 +55,12 @@ PROMPT: Final = 8
 TOKENS_SEEN: Final = 400
 FIRST_ROUNDS: Final = 7
 FEWER_MISSES: Final = 2.0
+LEAST_MISSES: Final = 1e-3
+PARTS_SHARE: Final = 0.5
 MEMORY_SHARE: Final = 0.75
-BARS: Final = {"memory": 1 / 0.81, "warm": 1.3, "static": 1 / 0.71}
+BARS: Final = {"memory": 1 / 0.81, "cold": 1.3, "static": 1 / 0.71}
 MOST_WASTE: Final = 0.04
+LEAST_WASTE: Final = 1e-4
 MILLISECONDS: Final = 1e3
 MEGABYTE: Final = 1e6
 BASELINE: Final = "LRU, malloc"
@@ -92,8 +95,8 @@ class Walked:
 
     @property
     def misses(self) -> float:
-        """Experts per token that had to be waited for from the beginning of their load."""
-        return self.loads.misses / (WINDOW * WINDOWS)
+        """Experts per token that had to be waited for."""
+        return (self.loads.misses + self.loads.late) / (WINDOW * WINDOWS)
 
 
 def measure() -> list[Claim]:
@@ -107,6 +110,7 @@ def measure() -> list[Claim]:
         write_routed_plan(runtime_shape(trace), trace, target.id, STEP_TOKENS, folder.path)
         setting = Setting(folder, len(trace), edgecard_steering())
         claims = [claim for share in SHARES for claim in share_claims(setting, share)]
+        claims += part_claims(setting)
         claims += first_token_claims(setting)
         claims += memory_claims(setting)
     return claims
@@ -147,34 +151,39 @@ def share_claims(setting: Setting, share: float) -> list[Claim]:
     for way in WAYS[1:]:
         found = walked[way]
         bar = FEWER_MISSES if way == FULL else None
-        ratio = base.misses / max(found.misses, 1e-9)
-        claims.append(
-            _claim(f"{area}.misses.{way}", found.misses, "a token", base.misses, ratio, bar)
-        )
+        ratio = base.misses / max(found.misses, LEAST_MISSES)
+        name = f"{area}.misses.{way}"
+        claims.append(_claim(name, found.misses, "a token", base.misses, ratio, bar))
         ms, base_ms = statistics.median(found.ms), statistics.median(base.ms)
         claims.append(_claim(f"{area}.token.{way}", ms, "ms", base_ms, base_ms / ms, None))
-    return [
-        *claims,
-        *_ahead_claims(area, walked[AHEAD].loads, AHEAD),
-        *_ahead_claims(area, walked[FULL].loads, FULL),
-    ]
+    for way in (AHEAD, FULL):
+        claims += _ahead_claims(area, walked[way].loads, way)
+    return claims
+
+
+def part_claims(setting: Setting) -> list[Claim]:
+    """Return time and misses of the product without one of its parts, half of the experts fit."""
+    walked = walk_all(setting, PARTS_SHARE, tuple(PARTS))
+    whole = walked[FULL]
+    ms = statistics.median(whole.ms)
+    claims = []
+    for way, what in PARTS.items():
+        found = walked[way]
+        own = statistics.median(found.ms)
+        note = f"{what}: {found.misses:.2f} misses a token against {whole.misses:.2f}"
+        name = f"runtime.part.{way}"
+        claims.append(_claim(name, own, "ms a token", ms, own / ms, None, note, "full system"))
+    return claims
 
 
 def _ahead_claims(area: str, loads: Loads, way: str) -> list[Claim]:
     moved = loads.hidden + loads.late + loads.misses
     hidden = loads.hidden / moved if moved else 0.0
     hit = loads.foreseen / loads.predicted if loads.predicted else 0.0
+    seen = f"{moved} loads", f"{loads.predicted} predicted"
     return [
-        _claim(f"{area}.hidden.{way}", hidden, "of loads", None, None, None, f"{moved} loads"),
-        _claim(
-            f"{area}.foreseen.{way}",
-            hit,
-            "of predicted",
-            None,
-            None,
-            None,
-            f"{loads.predicted} predicted",
-        ),
+        _claim(f"{area}.hidden.{way}", hidden, "of loads", None, None, None, seen[0]),
+        _claim(f"{area}.foreseen.{way}", hit, "of predicted", None, None, None, seen[1]),
     ]
 
 
@@ -189,12 +198,13 @@ def first_token_claims(setting: Setting) -> list[Claim]:
         for _ in range(FIRST_ROUNDS):
             for name, seconds in spent.items():
                 seconds.append(_first_token(setting, name, heats, cold))
-    hot, empty, static = (statistics.median(spent[name]) * MILLISECONDS for name in spent)
+    hot, empty, static = (statistics.median(times) * MILLISECONDS for times in spent.values())
     note = f"prompt of {PROMPT} tokens and one more, half of the experts fit, files forgotten"
+    rows = {"cold": (empty, "nothing in memory"), "static": (static, "static top-2, LRU, cold")}
     return [
-        _claim("runtime.first.hot", hot, "ms", empty, empty / hot, BARS["warm"], note, "nothing in memory"),
-        _claim("runtime.first.static", hot, "ms", static, static / hot, BARS["static"], note, "static top-2, cold, LRU"),
-    ]  # fmt: skip
+        _claim(f"runtime.first.{name}", hot, "ms", ms, ms / hot, BARS[name], note, peer)
+        for name, (ms, peer) in rows.items()
+    ]
 
 
 def _first_token(setting: Setting, name: str, heats: Sequence[int], cold: ColdFiles) -> float:
@@ -219,29 +229,21 @@ def memory_claims(setting: Setting) -> list[Claim]:
     """Return the most memory that a process of its own holds, and the pool's waste."""
     names = ("static", FULL)
     held = {name: _held(setting, name) for name in names}
-    ratio = held["static"] / held[FULL]
+    mine, theirs = (held[name] / MEGABYTE for name in (FULL, "static"))
     note = f"{MEMORY_SHARE:.0%} of the experts fit"
+    peer = "all weights in memory"
     claims = [
-        _claim("runtime.memory", held[FULL] / MEGABYTE, "MB", held["static"] / MEGABYTE, ratio, BARS["memory"], note, "all weights in memory, malloc"),
-    ]  # fmt: skip
+        _claim("runtime.memory", mine, "MB", theirs, theirs / mine, BARS["memory"], note, peer)
+    ]
     experts = PooledExperts(setting.folder, MEMORY_SHARE)
     Walker(experts, setting.steps).walk(TOKENS_SEEN)
     counts = experts.weights.pool.counts()
     experts.close()
     waste = internal(counts["asked_bytes"], counts["given_bytes"])
-    claims.append(
-        _claim(
-            "runtime.waste",
-            waste,
-            "of runs",
-            MOST_WASTE,
-            MOST_WASTE / max(waste, 1e-9),
-            1.0,
-            "bytes of runs that no expert asked for",
-            "most",
-        )
-    )
-    return claims  # fmt: skip
+    note = "bytes of runs in use that no expert asked for"
+    ratio = MOST_WASTE / max(waste, LEAST_WASTE)
+    claims.append(_claim("runtime.waste", waste, "share", MOST_WASTE, ratio, 1.0, note, "most"))
+    return claims
 
 
 def _held(setting: Setting, name: str) -> int:
@@ -262,7 +264,8 @@ def _claim(
     note: str = "",
     peer: str = BASELINE,
 ) -> Claim:
-    return Claim(name, value, unit, peer if peer_value is not None else "", "", peer_value, ratio, bar, "host", note)  # fmt: skip
+    whom = peer if peer_value is not None else ""
+    return Claim(name, value, unit, whom, "", peer_value, ratio, bar, "host", note)
 
 
 if __name__ == "__main__":

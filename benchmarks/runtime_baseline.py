@@ -22,6 +22,7 @@ from benchmarks.synthetic import CACHE
 from compiler.contract.native import NativePlan
 from compiler.contract.operations import ExpertEvent
 from compiler.contract.pager import C_PAGER
+from compiler.contract.steering import Residency
 from compiler.emitters.toolchain import compile_shared
 from compiler.hardware.targets import find_target
 
@@ -36,7 +37,7 @@ SOURCE: Final = """
 typedef struct entry {
   uint64_t *pointer[6];
   int64_t offset[6];
-  int64_t bytes, file, tick;
+  int64_t bytes, file, tick, weight;
   uint8_t *at;
 } entry;
 typedef struct cache {
@@ -45,6 +46,7 @@ typedef struct cache {
   int64_t (*pread)(int32_t, void *, uint64_t, int64_t);
   entry *entries;
   int32_t *entry_of;
+  uint8_t *resident;
   int64_t n, budget, held, peak, clock, hits, misses;
 } cache;
 
@@ -58,6 +60,7 @@ static int32_t make_room(cache *c, int64_t bytes) {
     if (!oldest) return 1;
     c->free(oldest->at);
     oldest->at = 0;
+    c->resident[oldest->weight] = 0;
     c->held -= oldest->bytes;
   }
   return 0;
@@ -74,6 +77,7 @@ static int32_t load(cache *c, entry *e) {
   }
   c->held += e->bytes;
   if (c->held > c->peak) c->peak = c->held;
+  c->resident[e->weight] = 1;
   for (int i = 0; i < 6; i++) *e->pointer[i] = (uint64_t)(uintptr_t)(e->at + e->offset[i]);
   return 0;
 }
@@ -100,6 +104,7 @@ class _Entry(ctypes.Structure):
         ("bytes", ctypes.c_int64),
         ("file", ctypes.c_int64),
         ("tick", ctypes.c_int64),
+        ("weight", ctypes.c_int64),
         ("at", ctypes.c_uint64),
     )
 
@@ -111,6 +116,7 @@ class _Cache(ctypes.Structure):
         ("pread", ctypes.c_void_p),
         ("entries", ctypes.c_void_p),
         ("entry_of", ctypes.c_void_p),
+        ("resident", ctypes.c_void_p),
         ("n", ctypes.c_int64),
         ("budget", ctypes.c_int64),
         ("held", ctypes.c_int64),
@@ -125,7 +131,7 @@ class LruExperts:
     """The cache of one plan; close it before the plan."""
 
     def __init__(self, plan: NativePlan, sections: Path, budget: int, target: str) -> None:
-        """Take over the experts of a plan.
+        """Take over the experts of a plan; `residency` tells a steered router what is in memory.
 
         Args:
             plan: Loaded, its sections in memory; its experts' pages are given back here.
@@ -143,6 +149,7 @@ class LruExperts:
         self._libc = ctypes.CDLL(None)
         self._plan = plan
         self._files: list[int] = []
+        self.residency: Final = Residency(len(plan.plan.weights))
         self._entries, self._entry_of = self._tables(plan, sections)
         names = ("malloc", "free", "pread")
         functions = [ctypes.cast(getattr(self._libc, name), ctypes.c_void_p) for name in names]
@@ -150,6 +157,7 @@ class LruExperts:
             *functions,
             ctypes.addressof(self._entries),
             ctypes.addressof(self._entry_of),
+            self.residency.address,
             len(self._entries),
             budget,
         )
@@ -198,6 +206,8 @@ class LruExperts:
             for i, place in enumerate(places):
                 entry.pointer[i] = place
                 entry.offset[i] = ctypes.c_uint64.from_address(place).value - base
+            entry.weight = numbers[0]
+            self.residency[numbers[0]] = False
             for number in numbers:
                 entry_of[number] = at
             _give_back(base, entry.bytes)

@@ -1,9 +1,11 @@
 """Ways to hold the experts of `benchmarks.runtime`: each runs the same plan within the same budget.
 
     lru      glibc's malloc, least recently used goes, loads when needed (`runtime_baseline`)
+    leaning  the same, and routers lean to what lies in memory
     pool     the product's pool: page runs, Least-Stale; loads when needed
     ahead    the same, and a thread reads what is likely
-    full     the same, and routers lean to what lies in memory
+    single   the same, routers lean, but experts are read one by one, not in groups
+    full     the same with groups: the product
 
 Called by the benchmark and by the child that measures memory.
 """
@@ -27,8 +29,16 @@ from compiler.contract.pooled_weights import PooledWeights
 from compiler.contract.session import STEP, step_inputs
 from compiler.contract.steering import Steering
 
-LRU, POOL, AHEAD, FULL = "lru", "pool", "ahead", "full"
+LRU, LEANING, POOL, AHEAD = "lru", "leaning", "pool", "ahead"
+SINGLE, FULL = "single", "full"
 WAYS: Final = (LRU, POOL, AHEAD, FULL)
+PARTS: Final = {
+    FULL: "full system",
+    AHEAD: "no steered router",
+    LEANING: "no pool",
+    SINGLE: "no groups",
+}
+"""The product, and the product without one of its parts."""
 UNBOUNDED: Final = 1 << 40
 CONTEXT: Final = 512
 
@@ -182,7 +192,14 @@ class PooledExperts:
 class CachedExperts:
     """Experts in the cache that we compare with."""
 
-    def __init__(self, folder: Folder, share: float, *, threads: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        share: float,
+        *,
+        threads: int = 1,
+        steering: Steering | None = None,
+    ) -> None:
         """Load the plan, and take its experts over."""
         layout = folder.layout(share)
         data = {path.name: path.read_bytes() for path in folder.sections.iterdir()}
@@ -190,6 +207,8 @@ class CachedExperts:
         self.plan = NativePlan(folder.kernels, plan, data, threads=threads)
         budget = layout.runs * layout.run_bytes
         self._cache = LruExperts(self.plan, folder.sections, budget, folder.target)
+        if steering is not None:
+            self.plan.steering.publish(steering, self._cache.residency)
 
     def loads(self) -> Loads:
         """Return what was done since the last call."""
@@ -205,12 +224,14 @@ class CachedExperts:
 def open_experts(
     way: str, folder: Folder, share: float, steering: Steering, threads: int = 1
 ) -> Experts:
-    """Return a way of holding experts by its name, one of `WAYS`."""
-    if way == LRU:
-        return CachedExperts(folder, share, threads=threads)
-    ahead = way in (AHEAD, FULL)
-    record = steering if way == FULL else None
-    return PooledExperts(folder, share, threads=threads, ahead=ahead, steering=record)
+    """Return a way of holding experts by its name."""
+    record = steering if way in (LEANING, SINGLE, FULL) else None
+    if way in (LRU, LEANING):
+        return CachedExperts(folder, share, threads=threads, steering=record)
+    is_ahead = way in (AHEAD, SINGLE, FULL)
+    found = PooledExperts(folder, share, threads=threads, ahead=is_ahead, steering=record)
+    found.weights.pool.set(PoolKnob.GROUPS, int(way != SINGLE))
+    return found
 
 
 class Walker:
