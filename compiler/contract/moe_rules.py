@@ -7,13 +7,17 @@ from compiler.contract.operations import GATED, SIGMOID_ORDERS, Op
 
 MAX_LINEAR_K: Final = 8192
 MAX_EXPERTS: Final = 1024
+CODES: Final = "codes"
+"""Port of a weight of one of `CODE_KINDS`."""
+CODE_KINDS: Final = ("w4", "w8")
+"""In how many bits the matrices of experts may be stored."""
 EXPERT_WEIGHTS: Final = (Op.EXPERTS, Op.EXPERT_PREFETCH, Op.EXPERT_LOAD)
 """Operations all of whose weights are those of experts, one after the other."""
 
 
 def expert_kinds(biases: int) -> tuple[str, ...]:
-    """Return the kinds of the weights that each expert of an EXPERTS call has."""
-    return ("w4", "w4", "f32", "f32") if biases else ("w4", "w4")
+    """Return the kinds of the weights of an expert; `CODES`: w4 or w8, as all experts have it."""
+    return (CODES, CODES, "f32", "f32") if biases else (CODES, CODES)
 
 
 def pages(c: Operands) -> None:

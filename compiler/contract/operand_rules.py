@@ -11,7 +11,7 @@ from typing import Final
 
 from compiler.contract import moe_rules, prune_rules
 from compiler.contract.attention_rules import check_attention
-from compiler.contract.moe_rules import MAX_EXPERTS, MAX_LINEAR_K
+from compiler.contract.moe_rules import CODE_KINDS, CODES, MAX_EXPERTS, MAX_LINEAR_K
 from compiler.contract.operands import (
     KvShape,
     OperandError,
@@ -309,11 +309,16 @@ _DTYPES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"f32": ("f32",), "i32": ("i32",), "u8": ("u8",), "any": ("f32", "i32")}
 )
 _KINDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"any": ("f32", "i32"), "router": ("f32", "i8", "i16"), "matrix": ("f32", "i8")}
+    {
+        "any": ("f32", "i32"),
+        "router": ("f32", "i8", "i16"),
+        "matrix": ("f32", "i8"),
+        CODES: CODE_KINDS,
+    }
 )
 _BINARY: Final = Rule(("f32", "f32?"), ("f32",), _binary, ("f32?",))
 _RECURRENT: Final = (("f32", "f32?", "f32?"), ("f32", "f32", "f32?"))
-_PAGES: Final = Rule((), (), moe_rules.pages, ("w4", "w4"), more_weights=4 * MAX_EXPERTS - 2)
+_PAGES: Final = Rule((), (), moe_rules.pages, (CODES, CODES), more_weights=4 * MAX_EXPERTS - 2)
 
 RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
     {
@@ -346,7 +351,7 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
             ("f32", "i32", "f32"),
             ("f32",),
             moe_rules.experts,
-            ("w4", "w4"),
+            (CODES, CODES),
             more_weights=4 * MAX_EXPERTS - 2,
         ),
         Op.ARGMAX: Rule(("f32",), ("i32",), _argmax),
@@ -361,7 +366,7 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
             ("f32",),
             ("f32", "i32", "f32", "f32?"),
             _moe_layer,
-            ("f32", "f32?", "router", "f32?", "w4", "w4"),
+            ("f32", "f32?", "router", "f32?", CODES, CODES),
             more_weights=2 * MAX_EXPERTS - 2,
         ),
         Op.RECURRENT: Rule(*_RECURRENT, recurrent, ("w4", "f32?")),

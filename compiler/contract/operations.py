@@ -90,8 +90,9 @@ class Op(IntEnum):
     entropy is that of the softmax over all logits, nats, not negative: with t = e^(l - top),
     `top + ln(sum t) - sum(t * l) / sum t`."""
     EXPERTS = 20
-    """x (R, D), index i32 (R, k), gate f32 (R, k); weights w4 w_in, w_out per expert -> (R, D).
-    Weights stand in expert order; with biases = 1 each pair is followed by f32 b_in, b_out.
+    """x (R, D), index i32 (R, k), gate f32 (R, k); weights w_in, w_out per expert -> (R, D).
+    Either matrix is w4 or w8, in all experts alike. Weights stand in expert order; with biases = 1
+    each pair is followed by f32 b_in, b_out.
     Gated acts: w_in (2F, D) = gate rows, then up rows; others: w_in (F, D). w_out (D, F).
     Merged in ascending expert id. alpha, limit, shift belong to swiglu_clipped."""
     ARGMAX = 21
@@ -118,7 +119,7 @@ class Op(IntEnum):
     A sum of scores that is negative, infinite or NaN is a run-time error."""
     MOE_LAYER = 27
     """x (R, D); gamma f32 (D), [beta f32 (D)], router (E, D) of f32 or of codes, [bias f32 (E)],
-    w_in, w_out w4 per expert -> y (R, D), index i32 (R, k), gate f32 (R, k),
+    w_in, w_out per expert as of EXPERTS -> y (R, D), index i32 (R, k), gate f32 (R, k),
     [entropy f32 (R, 1)]: h = NORM(x), index, gate, entropy = ROUTE(h),
     y = EXPERTS(h, index, gate), plus x if residual."""
     EXPERT_PREFETCH = 28

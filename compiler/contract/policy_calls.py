@@ -82,7 +82,7 @@ def call_rows(plan: Plan, call: PlanCall, tokens: int) -> int:
 def _matrices(plan: Plan, call: PlanCall, kind: CallKind) -> tuple[PlanWeight, ...]:
     if kind is CallKind.EXPERTS:
         found = (plan.weights[at] for at in call.weights if at >= 0)
-        return tuple(weight for weight in found if weight.kind in _W4)
+        return tuple(weight for weight in found if weight.kind in (*_W4, Kind.W8))
     if kind in _MATRIX or call.op is Op.LINEAR:
         return (plan.weights[call.weights[0]],)
     return ()

@@ -91,7 +91,7 @@ class CallOp(IRDLOperation):
 
     `slots` and `weight_slots` give, per operand position of the catalogue entry, the index into
     `arguments` or `weights`, or -1 for an absent operand. `layout` says how four-bit weights are
-    stored if not densely.
+    stored if not densely, `storage` in how many bits the matrices of experts are if not in four.
     """
 
     name = "hw.call"
@@ -102,6 +102,7 @@ class CallOp(IRDLOperation):
     slots = prop_def(DenseArrayBase)
     weight_slots = prop_def(DenseArrayBase)
     layout = opt_prop_def(LayoutAttr)
+    storage = opt_prop_def(StringAttr)
     outputs = var_result_def(TensorType)
     irdl_options = (AttrSizedOperandSegments(as_property=True),)
 
@@ -112,6 +113,7 @@ class CallOp(IRDLOperation):
         weights: Sequence[SSAValue | None],
         params: Mapping[str, int | float],
         results: Sequence[Tensor],
+        storage: str = "w4",
     ) -> None:
         attributes = {
             key: real(value) if isinstance(value, float) else integer(value)
@@ -127,9 +129,15 @@ class CallOp(IRDLOperation):
                 "params": DictionaryAttr(attributes),
                 "slots": integers(_slots(arguments)),
                 "weight_slots": integers(_slots(weights)),
+                **({} if storage == "w4" else {"storage": StringAttr(storage)}),
             },
             result_types=[list(results)],
         )
+
+    @property
+    def stored_as(self) -> str:
+        """In how many bits the matrices of experts are stored: `w4` or `w8`."""
+        return "w4" if self.storage is None else self.storage.data
 
     def argument(self, at: int) -> SSAValue | None:
         """Return the operand at a position of the catalogue entry, or None."""

@@ -18,6 +18,7 @@ from xdsl.irdl import (
 )
 from xdsl.traits import Pure
 
+from compiler.contract.moe_rules import CODE_KINDS
 from compiler.dialects.dims import Dim
 from compiler.dialects.invariant import SparsityInvariant
 from compiler.dialects.properties import integer, real, require
@@ -121,6 +122,7 @@ class ExpertsOp(IRDLOperation):
     Gated acts: w_in (E, 2F, D), gate rows then up rows; others w_in (E, F, D). w_out (E, D, F),
     b_in (E, rows of w_in), b_out (E, D): both or none. Acts are those of
     `compiler.contract.operations.ExpertAct`; `alpha`, `limit`, `shift` belong to swiglu_clipped.
+    Matrices are stored in four bits, or in eight with storage `w8`.
     """
 
     name = "moe.experts"
@@ -135,6 +137,7 @@ class ExpertsOp(IRDLOperation):
     alpha = opt_prop_def(FloatAttr)
     limit = opt_prop_def(FloatAttr)
     shift = opt_prop_def(FloatAttr)
+    storage = opt_prop_def(StringAttr)
     result = result_def(TensorType)
     irdl_options = (AttrSizedOperandSegments(as_property=True),)
     traits = traits_def(Pure(), SparsityInvariant())
@@ -150,13 +153,20 @@ class ExpertsOp(IRDLOperation):
         b_out: SSAValue | None = None,
         *,
         act: str,
+        storage: str = "w4",
         **options: float,
     ) -> None:
+        given = {} if storage == "w4" else {"storage": StringAttr(storage)}
         super().__init__(
             operands=[x, index, gate, w_in, w_out, b_in, b_out],
-            properties={"act": StringAttr(act), **_numbers(options)},
+            properties={"act": StringAttr(act), **given, **_numbers(options)},
             result_types=[tensor_type(dtype_of(x), shape_of(x))],
         )
+
+    @property
+    def stored_as(self) -> str:
+        """`w4` or `w8`."""
+        return "w4" if self.storage is None else self.storage.data
 
     def options(self) -> dict[str, float]:
         """Return the optional properties that are set, as numbers."""
@@ -167,6 +177,7 @@ class ExpertsOp(IRDLOperation):
         """Index and gate agree, and the two stacks of matrices chain."""
         w_in, w_out, width = shape_of(self.w_in), shape_of(self.w_out), shape_of(self.x)[-1]
         require(self.act.data in EXPERT_ACTS, self, f"unknown act {self.act.data!r}")
+        require(self.stored_as in CODE_KINDS, self, f"unknown storage {self.stored_as!r}")
         require(shape_of(self.index) == shape_of(self.gate), self, "gate and index differ")
         require(len(w_in) == 3 and len(w_out) == 3, self, "weights are not stacked by expert")
         factor = 2 if self.act.data in GATED_ACTS else 1

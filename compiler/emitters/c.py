@@ -194,7 +194,7 @@ def _templates(ops: list[Op], tile: TileSpec) -> list[str]:
         found += [tile.template, registry.W4_TEMPLATE]
     if Op.ROUTE in ops:
         found += [registry.ROUTE_TEMPLATE, registry.STEER_TEMPLATE]
-    if Op.LINEAR_W8 in ops:
+    if registry.W8_USERS.intersection(ops):
         found += [w8_part(tile).template, registry.W8_TEMPLATE]
     if Op.LINEAR in ops:
         found += [registry.STORED_TEMPLATE, registry.NM_TEMPLATE]

@@ -67,8 +67,8 @@ def write_submission(
         out: Directory to write into; made if missing.
         dims: Sizes of free axes by name, or by `input:axis`.
         constants: Values of inputs that are fixed once and for all, by input name.
-        quantise: `none` keeps weights as they are, `w4` stores large matrices in four bits, `w8` in
-            eight.
+        quantise: `none` keeps weights as they are but those of experts, which are stored in four
+            bits, `w4` stores large matrices in four, `w8` in eight.
         limits: What reading the file may cost; the caller holds time and memory within them.
 
     Returns:

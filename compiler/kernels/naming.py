@@ -36,9 +36,9 @@ def kernel_name(op: Op, tile: TileSpec, kinds: Iterable[Kind] = ()) -> str:
         return f"sf_{op_name}_{layout}_w4_{sizes}__{tile.isa}"
     if Kind.W4_NM in kinds:
         return f"sf_{op_name}_nm_w4_{tile.rows}x16__{tile.isa}"
-    if op is Op.LINEAR_W8:
+    if op is Op.LINEAR_W8 or Kind.W8 in kinds:
         part = w8_part(tile)
-        return f"sf_linear_p16_w8_{part.rows}x{part.columns}__{tile.isa}"
+        return f"sf_{op_name.removesuffix('w8')}_p16_w8_{part.rows}x{part.columns}__{tile.isa}"
     if KERNELS[op].tiled:
         return f"sf_{op_name}_p16_w4_{tile.rows}x16__{tile.isa}"
     return f"sf_{op_name}_rm_f32_1x8__{tile.isa}"

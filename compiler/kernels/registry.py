@@ -19,6 +19,7 @@ RECURRENT_TEMPLATE: Final = "templates/recurrent_rows.c.in"
 RECURRENT_USERS: Final = frozenset({Op.RECURRENT, Op.RECURRENT_F32})
 STEER_TEMPLATE: Final = "templates/steer.c.in"
 W8_TEMPLATE: Final = "templates/w8.c.in"
+W8_USERS: Final = frozenset({Op.LINEAR_W8, Op.EXPERTS})
 STORED_TEMPLATE: Final = "templates/stored.c.in"
 SKIP_TEMPLATE: Final = "templates/skip.c.in"
 SKIP_USERS: Final = frozenset({Op.LINEAR, Op.EXPERTS})

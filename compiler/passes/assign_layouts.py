@@ -42,6 +42,7 @@ from compiler.dialects.types import shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
 from compiler.passes.functions import body, functions
 from compiler.passes.operand_check import STACKED
+from compiler.passes.pipeline_spec import QUANTISE_W4
 
 MOST_NONZERO: Final = 0.99
 """Share of elements beyond which a weight counts as full: its zeros are accidents."""
@@ -148,6 +149,8 @@ def layout_rows(module: ModuleOp, ctx: PassContext, budget_bytes: int) -> list[d
 def _four_bit(op: CallOp) -> list[SSAValue]:
     """Return the four-bit weights, or stacks of them, of a call."""
     code = Op[op.op.data]
+    if op.stored_as != QUANTISE_W4:
+        return []
     if code is Op.LINEAR:
         return list(op.weights)[:1]
     return list(op.weights)[-2:] if code in STACKED and not op.parameters().get("biases") else []

@@ -25,6 +25,7 @@ ACTS: Final = {"relu": "relu", "gelu": "gelu_tanh", "silu": "silu", "identity": 
 """What the CPU kernels compute for each `activation_type` of one operand; gelu is the tanh form."""
 BITS: Final = (2, 3, 4, 8)
 ODD_BITS: Final = 3
+BYTE: Final = 8
 ODD_BLOCKS: Final = (32, 64, 128)
 FLOAT8: Final = "fp8"
 INTEGERS: Final = "int"
@@ -74,6 +75,14 @@ def read_experts(op: OnnxOp, constants: ConstantTable) -> Experts | str:
     if first is None or last is None:
         return "it has no fc1 or no fc2"
     return _assembled(op, first, last, up)
+
+
+def holds_bytes(op: OnnxOp) -> bool:
+    """Return whether a matrix of a contrib operation is stored as integers of eight bits."""
+    if _PORTS[op.op.data][0].scales < 0 or attr(op, "quant_type") == FLOAT8:
+        return False
+    given = ("expert_weight_bits", *(f"fc{number}_expert_weight_bits" for number in (1, 2, 3)))
+    return BYTE in {attr(op, name) for name in given}
 
 
 def _unread(op: OnnxOp) -> str:

@@ -12,7 +12,8 @@ After (`DecomposeMoe()`):
 `together`, pieces become a layer again, and a `moe.route` read by one `moe.experts` becomes one
 too. Both forms give the same bits: the fused kernel adds the experts' shares in the same order.
 The compilation keeps layers whole; this pass is for planners and tools that move single experts.
-Left out: routers and experts with options that `moe.layer` has no property for.
+Left out: routers and experts with options that `moe.layer` has no property for, and experts in
+eight bits.
 """
 
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def _join_pieces(op: Operation, ctx: PassContext) -> int:
 
 
 def _join_route(op: Operation, ctx: PassContext) -> int:
-    if not isinstance(op, ExpertsOp) or op.b_in is not None or op.options():
+    if not isinstance(op, ExpertsOp) or op.b_in is not None or op.options() or op.storage:
         return 0
     route = op.index.owner
     if not isinstance(route, RouteOp) or not _is_plain(route):

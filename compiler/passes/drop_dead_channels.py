@@ -161,6 +161,7 @@ def _experts(op: ExpertsOp, ctx: PassContext) -> int:
         values[2] if biases is not None else None,
         op.b_out,
         act=op.act.data,
+        storage=op.stored_as,
         **op.options(),
     )
     swap(op, narrow, ctx.origins)

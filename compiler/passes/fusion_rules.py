@@ -107,7 +107,7 @@ def fuse_moe(op: CallOp, state: FusionState) -> None:
     }
     types = [type_of(experts.outputs[0]), *(type_of(value) for value in route.outputs)]
     copies = [None if weight is None else _moved(weight, op) for weight in weights]
-    fused = CallOp(Op.MOE_LAYER.name, [op.argument(0)], copies, params, types)
+    fused = CallOp(Op.MOE_LAYER.name, [op.argument(0)], copies, params, types, experts.stored_as)
     insert_before(op, fused)
     origins = state.ctx.origins
     redirect((add or experts).outputs[0], fused.outputs[0], origins)

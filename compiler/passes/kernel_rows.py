@@ -322,6 +322,7 @@ def _experts(op: ExpertsOp, sel: Selection) -> Values:
         [sel.weight(sel.array(v)) for v in (op.w_in, op.w_out, op.b_in, op.b_out)],
         {"act": EXPERTS[op.act.data], "biases": int(op.b_in is not None), **op.options()},
         [sel.result_type(op.result)],
+        op.stored_as,
     )
 
 

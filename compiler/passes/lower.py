@@ -49,8 +49,8 @@ from compiler.passes.operand_check import (
     DTYPES,
     STACKED,
     cache_heads,
+    expert_parts,
     weight_kind,
-    weight_kinds,
 )
 from compiler.passes.plan_kv import cache_capacity
 from compiler.quant.row_codes import I8, find_codes, has_codes
@@ -124,12 +124,12 @@ class _Lowering:
             ABSENT
             if slot < 0
             else self._shared(
-                op.weights[slot], weight_kind(code, at, op.weights[slot]), layout, (code, at)
+                op.weights[slot], weight_kind(op, at, op.weights[slot]), layout, (code, at)
             )
             for at, slot in enumerate(slots[:first])
         )
         stacks = [op.weights[slot] for slot in slots[first:]]
-        return (*single, *(self._experts(stacks, layout) if stacks else ()))
+        return (*single, *(self._experts(stacks, layout, op.stored_as) if stacks else ()))
 
     def _shared(self, value: SSAValue, kind: str, layout: str, place: tuple[Op, int]) -> int:
         digest, array = self._constant(value)
@@ -138,7 +138,7 @@ class _Lowering:
             layout = I8 if place in CODED and self._has_codes(digest, array) else DENSE
         return self._weight(kind, digest, array, section, layout)
 
-    def _experts(self, values: Sequence[SSAValue], layout: str) -> tuple[int, ...]:
+    def _experts(self, values: Sequence[SSAValue], layout: str, storage: str) -> tuple[int, ...]:
         stacks = [self._constant(value) for value in values]
         layer = self.layers.setdefault(tuple(digest for digest, _ in stacks), len(self.layers))
         return tuple(
@@ -147,7 +147,7 @@ class _Lowering:
             )
             for expert in range(len(stacks[0][1]))
             for part, kind, (digest, stack) in zip(
-                EXPERT_PARTS, weight_kinds(Op.EXPERTS), stacks, strict=False
+                EXPERT_PARTS, expert_parts(storage), stacks, strict=False
             )
         )
 

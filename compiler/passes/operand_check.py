@@ -4,7 +4,7 @@ from typing import Final
 
 from xdsl.ir import SSAValue
 
-from compiler.contract.moe_rules import expert_kinds
+from compiler.contract.moe_rules import CODES, expert_kinds
 from compiler.contract.operand_rules import (
     KvShape,
     Operands,
@@ -19,32 +19,39 @@ from compiler.dialects.types import dtype_of, shape_of
 from compiler.kernels.program import Op
 from compiler.kernels.registry import KERNELS
 from compiler.passes.base import PassContext
+from compiler.passes.pipeline_spec import QUANTISE_W4
 
 STACKED: Final = {Op.EXPERTS: 0, Op.MOE_LAYER: 4}
 """From which weight on the weights of an operation are stacks, one matrix per expert."""
 DTYPES: Final = {"float32": "f32", "int32": "i32", "uint8": "u8"}
 
 
-def weight_kinds(op: Op) -> tuple[str, ...]:
-    """Return the kinds of a call's weights, as far as it has them; expert stacks are four-bit."""
+def weight_kinds(op: Op, storage: str = QUANTISE_W4) -> tuple[str, ...]:
+    """Return the kinds of a call's weights, as far as it has them; those of experts as stored."""
     match op:
         case Op.EXPERTS:
-            return expert_kinds(biases=1)
+            return expert_parts(storage)
         case Op.LINEAR | Op.RECURRENT:
             return "w4", "f32", "f32", "f32"
         case Op.LINEAR_W8:
             return "w8", "f32", "f32", "f32"
         case Op.MOE_LAYER:
-            return "f32", "f32", "f32", "f32", *expert_kinds(biases=0)
+            return "f32", "f32", "f32", "f32", *expert_parts(storage)[:2]
         case _:
             return "f32", "f32", "f32", "f32"
 
 
-def weight_kind(op: Op, at: int, value: SSAValue) -> str:
+def expert_parts(storage: str) -> tuple[str, ...]:
+    """Return the kinds of the weights of an expert whose matrices are stored as w4 or w8."""
+    return tuple(storage if kind == CODES else kind for kind in expert_kinds(biases=1))
+
+
+def weight_kind(call: CallOp, at: int, value: SSAValue) -> str:
     """Return the kind of weight `at` of a call; reference kernels take what the constant is."""
+    op = Op[call.op.data]
     if KERNELS[op].is_reference:
         return "i32" if dtype_of(value) == "int32" else "f32"
-    return weight_kinds(op)[at]
+    return weight_kinds(op, call.stored_as)[at]
 
 
 def check_operands(op: Op, call: CallOp, ctx: PassContext) -> None:
@@ -82,7 +89,7 @@ def _weights(op: Op, call: CallOp) -> tuple[WeightShape | None, ...]:
     for at, slot in enumerate(call.weight_slots.get_values()):
         is_stack = at >= STACKED.get(op, at + 1)
         weight = None if slot < 0 else call.weights[int(slot)]
-        kind = "" if weight is None else weight_kind(op, at, weight)
+        kind = "" if weight is None else weight_kind(call, at, weight)
         found.append(None if weight is None else _weight(weight, kind, is_stack=is_stack))
     stacked = STACKED.get(op)
     if stacked is None:

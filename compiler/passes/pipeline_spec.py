@@ -123,8 +123,8 @@ class PipelineSpec:
         max_step_tokens: The most token rows of one run (T).
         prune: Adaptive pruning; None keeps what the graph says.
         kv: A window over the cache, if the submission asks for one.
-        quantise: `w4` stores large matrices in four bits, `w8` in eight, experts always in four;
-            `none` keeps every other weight as it is.
+        quantise: `w4` stores large matrices in four bits, `w8` in eight; `none` keeps every weight
+            as it is but those of experts, which are in four.
     """
 
     family: str
@@ -140,6 +140,11 @@ class PipelineSpec:
     def component(self, name: str) -> Component:
         """Return the component called `name`."""
         return next(c for c in self.components if c.name == name)
+
+    @property
+    def experts(self) -> str:
+        """In how many bits experts are stored: as other large matrices, in four if those stay."""
+        return QUANTISE_W8 if self.quantise == QUANTISE_W8 else QUANTISE_W4
 
     @property
     def max_positions(self) -> int:

@@ -9,7 +9,7 @@ After:
 The routing inside is written out as the operations it stands for; `raise-moe-router` then reads it
 together with whatever made the logits, `MoEGroupRouter` included. QMoE's operand 14 gives gates of
 their own: chosen by operand 1, mixed by operand 14. Quantised weights become f32 and take the way
-of all weights.
+of all weights; codes of eight bits stay eight bits where the submission asks for no other rounding.
 
 ONNX Runtime judges: its run of the operation on random rows and logits must agree. Its CPU kernels
 refuse swiglu that is not interleaved, so there the same weights are judged in that order. Two of
@@ -35,10 +35,11 @@ from compiler.dialects.sp import LinearOp, OnnxOp
 from compiler.dialects.types import shape_of, sizes_at, tensor_type
 from compiler.errors import UnsupportedOperatorError
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.contrib_weights import CONTRIB_OPS, INTERLEAVED, read_experts
+from compiler.passes.contrib_weights import CONTRIB_OPS, INTERLEAVED, holds_bytes, read_experts
 from compiler.passes.judge import bind, run_model, run_source, sample_rows
 from compiler.passes.match import attr
 from compiler.passes.match_experts import leading, root
+from compiler.passes.pipeline_spec import QUANTISE_NONE, QUANTISE_W8
 from compiler.passes.rewriting import insert_before, replace, reshaped, sweep
 from compiler.passes.slices import CONTRIB, OPSET
 
@@ -197,7 +198,19 @@ def _emit(op: OnnxOp, found: Experts, index: SSAValue, gate: SSAValue, ctx: Pass
     assert w_in is not None
     assert w_out is not None
     x = reshaped(op.arguments[0], (rows, Dim(found.w_out.shape[1])), op)
-    experts = ExpertsOp(x, index, gate, w_in, w_out, b_in, b_out, act=found.act, **found.options)
+    keeps = holds_bytes(op) and ctx.spec.quantise == QUANTISE_NONE
+    experts = ExpertsOp(
+        x,
+        index,
+        gate,
+        w_in,
+        w_out,
+        b_in,
+        b_out,
+        act=found.act,
+        storage=QUANTISE_W8 if keeps else ctx.spec.experts,
+        **found.options,
+    )
     insert_before(op, experts)
     replace(op, [reshaped(experts.result, shape_of(op.outputs[0]), op)], ctx.origins)
 

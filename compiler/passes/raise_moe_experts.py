@@ -248,6 +248,7 @@ def _emit(mixture: _Mixture, found: Experts, ctx: PassContext) -> None:
         b_in,
         b_out,
         act=found.act,
+        storage=ctx.spec.experts,
         **found.options,
     )
     insert_before(total, experts)

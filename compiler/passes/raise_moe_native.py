@@ -67,7 +67,11 @@ def _experts(op: OnnxOp, ctx: PassContext) -> int:
     arrays = (ctx.constants.get(w_in), ctx.constants.get(w_out))
     if any(array is None or array.ndim != 3 for array in arrays):
         return 0
-    swap(op, ExpertsOp(x, index, gate, w_in, w_out, act="relu"), ctx.origins)
+    swap(
+        op,
+        ExpertsOp(x, index, gate, w_in, w_out, act="relu", storage=ctx.spec.experts),
+        ctx.origins,
+    )
     return 1
 
 

@@ -118,6 +118,7 @@ def _rewrite(
             op.b_in,
             op.b_out,
             act=op.act.data,
+            storage=op.stored_as,
             **op.options(),
         )
         swap(op, narrow, ctx.origins)

@@ -111,13 +111,14 @@ class Selection:
         weights: list[SSAValue | None],
         params: dict[str, int | float],
         results: list[Tensor],
+        storage: str = "w4",
     ) -> list[SSAValue]:
         """Append a call; trailing absent operands are left out."""
         while inputs and inputs[-1] is None:
             inputs.pop()
         while weights and weights[-1] is None:
             weights.pop()
-        call = CallOp(op.name, inputs, weights, params, results)
+        call = CallOp(op.name, inputs, weights, params, results, storage)
         try:
             check_operands(op, call, self.ctx)
         except OperandError as error:

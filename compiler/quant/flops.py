@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from compiler.contract.attention_rules import key_operand
+from compiler.contract.moe_rules import CODE_KINDS
 from compiler.contract.operations import Op
 from compiler.contract.reference import geometry_length, unpack_geometry
 from compiler.kernels.program import ABSENT, Call, Module, Program, call_params
@@ -232,7 +233,7 @@ def _route(run: _Run, call: Call) -> int:
 def _experts(run: _Run, call: Call) -> int:
     """Return the number of experts of a layer."""
     sections = (run.module.weights[at] for at in call.weights if at != ABSENT)
-    return max(1, len({weight.section for weight in sections if weight.kind == "w4"}))
+    return max(1, len({weight.section for weight in sections if weight.kind in CODE_KINDS}))
 
 
 def _chosen(run: _Run, call: Call) -> int:
@@ -247,7 +248,9 @@ def _mixed(run: _Run, call: Call) -> int:
     if call.op is Op.MOE_LAYER:
         routed = 2 * run.heights[call.inputs[0]] * run.size(call.weights[2])
     height = run.heights[call.inputs[0]]
-    weights = [at for at in call.weights if at != ABSENT and run.module.weights[at].kind == "w4"]
+    weights = [
+        at for at in call.weights if at != ABSENT and run.module.weights[at].kind in CODE_KINDS
+    ]
     one = 2 * sum(run.size(at) for at in weights) // _experts(run, call)
     return routed + height * _chosen(run, call) * one + run.cells(call)
 

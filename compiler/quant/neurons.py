@@ -86,7 +86,7 @@ def _choices(module: Module, record: CalibrationRecord | None) -> Iterator[Neuro
     for program in module.programs:
         for at, call in enumerate(program.calls):
             weights, layouts = _candidates(call)
-            if not weights or weights in seen:
+            if not weights or weights in seen or module.weights[weights[0]].kind != "w4":
                 continue
             seen.add(weights)
             row = _choice(module, (program.name, at, call.op), weights, layouts, record, many)

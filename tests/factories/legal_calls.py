@@ -283,11 +283,14 @@ def _chosen(experts: int, high: int) -> Fill:
 def _expert_weights(d: Draw, experts: int, width: int, hidden: int, act: ExpertAct) -> list[int]:
     wide = hidden * (2 if act in GATED else 1)
     first = (DENSE, TILES, UP_ROWS) if act is ExpertAct.REGLU else (DENSE, TILES)
+    parts = ((wide, width, first), (width, hidden, (DENSE, TILES, COLUMNS)))
+    in_bytes = [d.chance(0.3) for _ in parts]
     weights = []
     for expert in range(experts):
         where = {"section": f"expert.L0.E{expert}"}
-        weights += [d.product(wide, width, first, **where)]
-        weights += [d.product(width, hidden, (DENSE, TILES, COLUMNS), **where)]
+        for (n, k, layouts), eight in zip(parts, in_bytes, strict=True):
+            made = d.weight(on_grid(n, k), "w8", **where) if eight else None
+            weights += [d.product(n, k, layouts, **where) if made is None else made]
     return weights
 
 

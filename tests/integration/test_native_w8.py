@@ -10,15 +10,16 @@ from compiler.contract.plan import PlanError, parse_plan
 from compiler.contract.plan_format import Kind, weight_bytes
 from compiler.driver.bundle_simulator import BundleSimulator
 from compiler.emitters.runner import ScriptRun, play
-from compiler.kernels.program import DENSE, Module, Op
+from compiler.kernels.program import DENSE, ExpertAct, Module, Op, ProgramError, validate_module
 from compiler.quant.row_codes import I8
 from tests.factories.kernels import Case, ids, native_targets, raw
 from tests.factories.modules import ModuleBuilder
-from tests.factories.w8 import product
+from tests.factories.w8 import product, routed
 from tests.integration.test_native_emulated import RUNS, runner
 
 ROWS = (1, 2, 3, 4, 7, 12, 13, 29)
 """Blocks of every size, and what is left of them."""
+EXPERT_KINDS = (("w8", "w8"), ("w4", "w8"), ("w8", "w4"))
 SHAPES = ((1, 1), (16, 32), (33, 40), (70, 300))
 
 
@@ -51,6 +52,45 @@ def test_every_other_machine_gives_the_same_bits(name: str) -> None:
         found = play(built, emulator, case.emitted.plan_bytes, case.emitted.sections, runs)
         simulator = case.simulator()
         assert found == [raw(simulator.run("run", one)) for one in values]
+
+
+@pytest.mark.parametrize("target", native_targets())
+@pytest.mark.parametrize("whole", [False, True], ids=["experts", "layer"])
+@pytest.mark.parametrize("act", [ExpertAct.RELU, ExpertAct.SWIGLU, ExpertAct.REGLU])
+@pytest.mark.parametrize("kinds", EXPERT_KINDS, ids="-".join)
+def test_experts_give_the_bits_of_the_simulator(
+    kinds: tuple[str, str], act: ExpertAct, whole: bool, target: str
+) -> None:
+    case = Case.of(routed(kinds, act, whole=whole))
+    stored = {case.module.weights[at].kind for at in case.module.programs[0].calls[-1].weights[-2:]}
+    assert stored == set(kinds)
+    bundle = BundleSimulator({**case.emitted.sections, "plan": case.emitted.plan_bytes})
+    with case.native(target) as plan:
+        for rows in (1, 2, 5, 16):
+            values = rows_of(case.module, rows)
+            expected = raw(case.simulator().run("run", values))
+            assert raw(plan.run("run", values)) == expected
+            assert raw(bundle.run("run", values)) == expected
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_experts_give_the_same_bits_on_every_other_machine(name: str) -> None:
+    built, emulator = runner(name)
+    for whole in (False, True):
+        case = Case.of(routed(("w8", "w8"), ExpertAct.SWIGLU, whole=whole))
+        values = [rows_of(case.module, rows) for rows in (1, 16)]
+        runs = [ScriptRun("run", {"x": one["x"].tobytes()}) for one in values]
+        found = play(built, emulator, case.emitted.plan_bytes, case.emitted.sections, runs)
+        simulator = case.simulator()
+        assert found == [raw(simulator.run("run", one)) for one in values]
+
+
+def test_experts_are_stored_alike() -> None:
+    module = routed(("w8", "w8"), ExpertAct.RELU, whole=False)
+    weights = list(module.weights)
+    weights[-1] = replace(weights[-1], kind="w4")
+    with pytest.raises(ProgramError, match="expert 3 differs in shape from expert 0"):
+        validate_module(replace(module, weights=tuple(weights)))
 
 
 @pytest.mark.parametrize("target", native_targets())

@@ -17,6 +17,7 @@ from typing import Final
 from compiler.contract.attention_rules import key_operand
 from compiler.contract.elements import ELL_COLS, ELL_ROWS, SMALL_KINDS, stored_count
 from compiler.contract.expert_pages import PAGE_OPS
+from compiler.contract.moe_rules import CODE_KINDS
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanCall, PlanProgram, PlanWeight
 from compiler.contract.plan_format import DTYPE_BYTES, KIND_NAMES, Kind
@@ -272,7 +273,7 @@ def _experts(program: ProgramCosts, call: PlanCall) -> CallCost:
 def _moe_layer(program: ProgramCosts, call: PlanCall) -> CallCost:
     inner = _chosen(program, call, int(call.params["k"]))
     held = [program.plan.weights[at] for at in call.weights if at >= 0]
-    router = sum(item.rows * item.cols for item in held if KIND_NAMES[item.kind] != "w4")
+    router = sum(item.rows * item.cols for item in held if KIND_NAMES[item.kind] not in CODE_KINDS)
     routed = 2 * program.rows(call.inputs[0]) * router
     return _made(inner.flops + routed, inner.dense_flops + routed, inner.sparsity)
 
@@ -281,7 +282,7 @@ def _chosen(program: ProgramCosts, call: PlanCall, chosen: int) -> CallCost:
     held = [
         item
         for at in call.weights
-        if at >= 0 and KIND_NAMES[(item := program.plan.weights[at]).kind] == "w4"
+        if at >= 0 and KIND_NAMES[(item := program.plan.weights[at]).kind] in CODE_KINDS
     ]
     rows, macs = program.rows(call.inputs[0]), sum(item.rows * item.cols for item in held)
     experts = max(1, len(held) // 2)

@@ -15,10 +15,12 @@ from compiler.frontend.onnx_ops import OPERATORS, REQUIRED
 from compiler.kernels.program import ExpertAct, Module, RouteOrder
 from compiler.passes.contrib_weights import dequantised, unpacked
 from compiler.passes.pipeline import LoweredPipeline
+from compiler.quant.w8 import lies_on_grid
 from compiler.simulator import Simulator
 from tests.factories.moe_contrib import ACTS, Contrib, contrib, packed_codes
 from tests.factories.moe_shapes import Mix, Weights, trained
-from tests.factories.onnx_models import write_block
+from tests.factories.onnx_blocks import block_model
+from tests.factories.onnx_models import graph_document, write_block, write_submission
 from tests.factories.onnx_runs import Array, block_rows, lowered, module_difference
 
 SIZES: dict[str, Any] = {"width": 32, "hidden": 32}
@@ -306,3 +308,30 @@ def test_it_knows_the_attributes_of_the_installed_runtime(kind: str) -> None:
     assert set(row.attrs) == set(schema.attributes)
     required = {name for name, attribute in schema.attributes.items() if attribute.required}
     assert required == {name for name, value in row.attrs.items() if value is REQUIRED}
+
+
+@pytest.mark.parametrize(
+    ("bits", "quantise", "kind"),
+    [
+        (8, "none", "w8"),
+        (8, "w8", "w8"),
+        (8, "w4", "w4"),
+        (4, "none", "w4"),
+        (32, "none", "w4"),
+        (32, "w8", "w8"),
+    ],
+)
+def test_it_stores_experts_in_as_many_bits_as_is_asked(
+    tmp_path: Path, bits: int, quantise: str, kind: str
+) -> None:
+    """Bytes of the file stay bytes where nothing else is asked for: then no weight is rounded."""
+    mix = Mix(**SIZES)
+    model = block_model(contrib(mix, Contrib(bits=bits)), width=mix.width)
+    document = graph_document(model) | {"quantise": quantise}
+    directory = write_submission(tmp_path, {"model": model}, document)
+    module = lowered(directory).module
+    experts = [w for w in module.weights if w.section.startswith("expert.")]
+    assert {weight.kind for weight in experts} == {kind}
+    assert all(lies_on_grid(weight.array) for weight in experts) == (kind == "w8" or bits < 32)
+    if kind == "w8":
+        assert module_difference(directory, module, 9) < (1e-5 if bits == 8 else 2e-2)
