@@ -131,7 +131,9 @@ class Op(IntEnum):
     they are in memory. Computes nothing; a pager that cannot have one ends the run."""
     LINEAR_W8 = 30
     """As LINEAR with weight w8 (N, K), and no check: `y = residual + act(float(acc) * (step *
-    xscale) + bias)` with `acc = sum((code - zero) * q)`, which K <= 8192 keeps within 31 bits."""
+    xscale) + bias)` with `acc = sum((code - zero) * q)`, which K <= 8192 keeps within 31 bits.
+    x_step > 0: rows are multiples of it as a file rounded them; amax = 127 * x_step for all of
+    them, and q is cut to +-127."""
     RECURRENT = 31
     """x (S*B, G*H), [state (B, H)], [cell (B, H)]; weight w4 (G*H, H), [bias f32 (G*H)] ->
     y (S*B, H), last state (B, H), [last cell (B, H)]: S steps of B rows, from the last to the first
@@ -339,7 +341,12 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
             Param("check", 0, MAX_CHECKED_GROUPS, 0),
         ),
         Op.LINEAR_F32: (_act(), Param("norm", 0, max(NormKind) + 1, 0), _f("eps", 0.0, 0.0)),
-        Op.LINEAR_W8: (_act(), Param("norm", 0, max(NormKind) + 1, 0), _f("eps", 0.0, 0.0)),
+        Op.LINEAR_W8: (
+            _act(),
+            Param("norm", 0, max(NormKind) + 1, 0),
+            _f("eps", 0.0, 0.0),
+            _f("x_step", 0.0, 0.0),
+        ),
         Op.NORM: (Param("kind", 0, max(NormKind)), _f("eps", 0.0)),
         Op.ROPE: (Param("heads", 1, MAX_DIM),),
         Op.ATTENTION: (

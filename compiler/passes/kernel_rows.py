@@ -32,12 +32,14 @@ from compiler.dialects.sp import (
     ImageOp,
     LinearOp,
     NormOp,
+    OnnxOp,
     SoftmaxOp,
     UnaryOp,
 )
-from compiler.dialects.types import shape_of
+from compiler.dialects.types import dtype_of, shape_of
 from compiler.kernels.program import Act, ExpertAct, NormKind, Op, RouteOrder, UnaryKind
 from compiler.passes.matrices import as_matrix, broadcast_matrix
+from compiler.passes.pipeline_spec import QUANTISE_W8
 from compiler.passes.selection import Selection
 
 Values = list[SSAValue]
@@ -83,9 +85,31 @@ def _linear(op: LinearOp, sel: Selection) -> Values:
         kind,
         [sel.matrix(op.x), sel.matrix(op.residual)],
         [sel.weight(sel.array(op.weight)), sel.weight(sel.array(op.bias))],
-        {"act": ACTS[op.act.data]},
+        {"act": ACTS[op.act.data], **_row_step(op, sel)},
         [sel.result_type(op.result)],
     )
+
+
+def _row_step(op: LinearOp, sel: Selection) -> dict[str, int | float]:
+    """Return the step that all rows of a product in eight bits are multiples of, if there is one.
+
+    Rows that bytes around their middle stand for fit the kernel's int8 as they are.
+    """
+    made = op.x.owner
+    if op.storage.data != QUANTISE_W8 or not isinstance(made, OnnxOp):
+        return {}
+    if made.op.data != "DequantizeLinear" or len(made.arguments) < 3:
+        return {}
+    step, zero = (sel.array(value) for value in made.arguments[1:])
+    if step is None or zero is None or not step.size == zero.size == 1:
+        return {}
+    fits = int(zero.item()) in middles(dtype_of(made.arguments[0]))
+    return {"x_step": float(step.item())} if fits and step.item() > 0 else {}
+
+
+def middles(dtype: str) -> tuple[int, ...]:
+    """Return the codes of a type of bytes from which every other is at most 128 away."""
+    return {"uint8": (127, 128), "int8": (-1, 0)}.get(dtype, ())
 
 
 def _norm(op: NormOp, sel: Selection) -> Values:

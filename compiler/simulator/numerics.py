@@ -49,8 +49,11 @@ class Numerics(Protocol):
     def running_sum(self, weights: Floats, values: Floats) -> Floats:
         """Return (..., R, D): sum over j of weights (..., R, J) * values (..., J, D)."""
 
-    def quantise(self, x: Floats) -> tuple[Floats, Floats]:
-        """Return x (R, K) as `linear` wants it, and a scale per row (R, 1)."""
+    def quantise(self, x: Floats, step: float = 0.0) -> tuple[Floats, Floats]:
+        """Return x (R, K) as `linear` wants it, and a scale per row (R, 1).
+
+        A step > 0 is what the rows are multiples of.
+        """
 
     def linear(self, x: Floats, scale: Floats, weight: int, columns: Array | None = None) -> Floats:
         """Return (R, N) products of quantised rows with W4 or W8 weight number `weight`.
@@ -165,16 +168,19 @@ class Bits:
             total += weights[..., at, None] * values[..., None, at, :]
         return total
 
-    def quantise(self, x: Floats) -> tuple[Floats, Floats]:
+    def quantise(self, x: Floats, step: float = 0.0) -> tuple[Floats, Floats]:
         """Return int8 values (as f64, so that BLAS sums them exactly) and row scales."""
         widest = np.abs(x).max(axis=1, keepdims=True)
         if not np.isfinite(widest).all():
             raise NotFiniteError("an activation is infinite or NaN")
+        if step:
+            widest = np.full_like(widest, _F32(127) * _F32(step))
         zero = widest < _F32(SMALLEST_AMAX)
         safe = np.where(zero, _F32(1), widest)
         inverse = np.where(zero, _F32(0), _F32(127) / safe)
         scale = np.where(zero, _F32(0), safe / _F32(127))
-        return np.rint(x * inverse).astype(np.float64), scale
+        whole = np.rint(np.clip(x * inverse, -127, 127) if step else x * inverse)
+        return whole.astype(np.float64), scale
 
     def linear(self, x: Floats, scale: Floats, weight: int, columns: Array | None = None) -> Floats:
         """Return exact integer sums, times row scale and activation scale."""
@@ -221,7 +227,7 @@ class Exact:
             return small_products(weights, values)
         return np.asarray(weights @ values)
 
-    def quantise(self, x: Floats) -> tuple[Floats, Floats]:
+    def quantise(self, x: Floats, step: float = 0.0) -> tuple[Floats, Floats]:  # noqa: ARG002
         """Return x unchanged, scale 1."""
         if not np.isfinite(x).all():
             raise NotFiniteError("an activation is infinite or NaN")

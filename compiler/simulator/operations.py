@@ -62,7 +62,7 @@ def _linear(s: Step) -> Results:
 
 
 def _linear_w8(s: Step) -> Results:
-    x, scale = s.numerics.quantise(_normed(s))
+    x, scale = s.numerics.quantise(_normed(s), s.real("x_step"))
     return _finish(s, s.numerics.linear(x, scale, s.weight_ids[0]))
 
 

@@ -52,3 +52,42 @@ def int8_block(how: Bytes = Bytes()) -> Block:
         return b.op("Relu", b.op("Add", product(b, x, how), b.weight(how.rows)))
 
     return block
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A product between bytes, `QLinearMatMul`, between a QuantizeLinear and its reverse.
+
+    Attributes:
+        dtype: Of activations and weights.
+        zero: Zero point of the activations.
+        step: What one code of them stands for.
+        per_column: One step and one zero per column of the weights.
+    """
+
+    dtype: str = "uint8"
+    zero: int = 128
+    step: float = 0.04
+    per_column: bool = False
+    cols: int = 40
+    rows: int = 48
+
+
+def static_block(how: Codes) -> Block:
+    """Return the product as a static quantiser writes it; weights may have any code."""
+
+    def block(b: GraphBuilder, x: str) -> str:
+        step, zero = b.const(how.step), b.const(how.zero, how.dtype)
+        low = int(np.iinfo(how.dtype).min)
+        y_step, y_zero = b.const(0.05), b.const(low + 121, how.dtype)
+        columns = (how.rows,) if how.per_column else ()
+        weights = [
+            b.const(low + b.rng.integers(0, 256, (how.cols, how.rows)), how.dtype),
+            b.const(b.rng.uniform(0.005, 0.02, columns)),
+            b.const(low + b.rng.integers(100, 150, columns), how.dtype),
+        ]
+        bytes_of_x = b.op("QuantizeLinear", x, step, zero)
+        made = b.op("QLinearMatMul", bytes_of_x, step, zero, *weights, y_step, y_zero)
+        return b.op("DequantizeLinear", made, y_step, y_zero)
+
+    return block

@@ -91,6 +91,8 @@ def _linear(op: Op) -> Generator:
         params = {"act": d.pick(Act), "norm": norm, "eps": 10 ** d.rng.uniform(-6, -2)}
         if op is Op.LINEAR and d.chance():
             params["check"] = d.size(14)
+        if op is Op.LINEAR_W8 and d.chance(0.3):
+            params["x_step"] = 10 ** d.rng.uniform(-4, 0)
         inputs = [d.x(rows, k, fill=d.pick((floats, _few_groups)))]
         inputs += [d.x(rows, n)] if d.chance() else []
         d.call(op, inputs, [d.y(rows, n)], weights, **params)

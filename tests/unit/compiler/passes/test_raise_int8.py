@@ -11,12 +11,13 @@ from compiler.kernels.program import Module, Op
 from compiler.passes.pipeline import raise_pipeline
 from compiler.quant.w8 import find_w8
 from compiler.simulator import Simulator
-from tests.factories.int8_blocks import Bytes, int8_block, product
-from tests.factories.onnx_blocks import GraphBuilder
-from tests.factories.onnx_models import write_block
+from tests.factories.int8_blocks import Bytes, Codes, int8_block, product, static_block
+from tests.factories.onnx_blocks import GraphBuilder, block_model
+from tests.factories.onnx_models import graph_document, write_block, write_submission
 from tests.factories.onnx_runs import block_rows, lowered, reference_rows
 
 SYMMETRIC = Bytes()
+ROWS = 12
 HOW = {
     "per column": SYMMETRIC,
     "per tensor": replace(SYMMETRIC, per_column=False),
@@ -115,3 +116,61 @@ def test_two_products_share_their_rows(tmp_path: Path) -> None:
 
     module = lowered(write_block(tmp_path, block, width=32)).module
     assert operations(module) == [Op.LINEAR_W8.name, Op.LINEAR_W8.name]
+
+
+STATIC = {
+    "around the middle": Codes(),
+    "from zero": Codes(zero=0),
+    "to zero": Codes(zero=255),
+    "per column": Codes(zero=90, per_column=True),
+    "signed": Codes(dtype="int8", zero=-5),
+}
+
+
+def write_static(folder: Path, how: Codes) -> Path:
+    """Write a submission of the block for `ROWS` rows: plain kernels want them fixed."""
+    model = block_model(static_block(how), width=how.cols)
+    document = graph_document(model)
+    document["components"]["model"]["inputs"]["x"]["shape"] = [1, ROWS, how.cols]
+    return write_submission(folder, {"model": model}, document)
+
+
+def static_codes(directory: Path, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the codes of the result as the plan and as ONNX Runtime have them."""
+    simulator = Simulator(lowered(directory).module, {}, mode="bits")
+    found = simulator.run_arrays("forward", {"tensor": x})["tensor"]
+    both = (found.reshape(len(x), -1), reference_rows(directory, x).reshape(len(x), -1))
+    ours, theirs = (np.rint(values / np.float32(0.05)) for values in both)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_products_between_bytes_keep_their_codes(tmp_path: Path, name: str) -> None:
+    how = STATIC[name]
+    directory = write_static(tmp_path, how)
+    module = lowered(directory).module
+    assert "LINEAR_W8" in operations(module)
+    assert "REF_CONTRACT" not in operations(module)
+    x = block_rows(directory, ROWS)
+    ours, theirs = static_codes(directory, x)
+    assert len(np.unique(theirs)) > 30
+    assert np.abs(ours - theirs).max() <= 1
+    assert (ours != theirs).mean() < 0.01
+
+
+def test_the_farthest_code_is_taken_for_its_neighbour(tmp_path: Path) -> None:
+    """128 below the middle: int8 ends at -127 in the kernels."""
+    directory = write_static(tmp_path, Codes())
+    x = np.full((ROWS, 40), -127 * 0.04, np.float32)
+    near, theirs = static_codes(directory, x)
+    assert np.array_equal(near, theirs)
+    far, _ = static_codes(directory, np.full_like(x, -128 * 0.04))
+    assert np.array_equal(far, near)
+
+
+@pytest.mark.parametrize("changes", [{"rows": 8}, {"cols": 16}])
+def test_small_products_between_bytes_stay_exact(tmp_path: Path, changes: dict[str, int]) -> None:
+    directory = write_static(tmp_path, replace(Codes(), **changes))
+    assert "REF_CONTRACT" in operations(lowered(directory).module)
+    ours, theirs = static_codes(directory, block_rows(directory, ROWS))
+    assert np.array_equal(ours, theirs)
