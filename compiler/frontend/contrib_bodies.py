@@ -337,16 +337,52 @@ def _projections(w: _Writer, packed: str, sizes: list[int]) -> list[str]:
         w.need(len(constant) == 1, "the packed projection's bias is not stored in the file")
         bias = w.stored(constant[0], "the packed projection's bias")
         node = made.get(next(name for name in node.input if name != constant[0]))
-    if node is None or node.op_type != "MatMul":
+    part_of = None if node is None else _PARTS.get((node.domain, node.op_type))
+    if node is None or part_of is None:
         return w.split(packed, sizes)
-    weight = w.stored(node.input[1], "the packed projection")
-    ends = np.cumsum(sizes)
-    w.need(weight.shape[-1] == ends[-1], "the packed projection has another width")
+    ends = [int(end) for end in np.cumsum(sizes)]
     results = []
     for start, end in zip([0, *ends], ends, strict=False):
-        part = w.op("MatMul", node.input[0], w.store(weight[:, start:end].copy()))
+        part = part_of(w, node, slice(start, end), ends[-1])
         results.append(part if bias is None else w.op("Add", part, w.store(bias[start:end].copy())))
     return results
+
+
+def _part_of_product(w: _Writer, node: onnx.NodeProto, columns: slice, width: int) -> str:
+    """Write some columns of a product with a stored matrix of so many."""
+    weight = w.stored(node.input[1], "the packed projection")
+    w.need(weight.shape[-1] == width, "the packed projection has another width")
+    return w.op("MatMul", node.input[0], w.store(weight[:, columns].copy()))
+
+
+def _part_of_codes(w: _Writer, node: onnx.NodeProto, columns: slice, width: int) -> str:
+    """The same of a matrix in few bits, whose columns are rows: codes, scales, zeros, bias."""
+    given = _attributes(node)
+    w.need(given.get("N") == width, "the packed projection has another width")
+    x, codes, scales, zeros, order, bias = _operands(node, 6)
+    parts = [_rows(w, name, columns, width) for name in (codes, scales, zeros, bias)]
+    inputs = [x, *parts[:3], order, parts[3]]
+    while not inputs[-1]:
+        inputs.pop()
+    given["N"] = columns.stop - columns.start
+    return w.op("MatMulNBits", *inputs, domain=CONTRIB_DOMAIN, **given)
+
+
+def _rows(w: _Writer, name: str, rows: slice, of: int) -> str:
+    """Store some rows of an array that has `of`, with its other axes; nothing of an absent one."""
+    if not name:
+        return ""
+    array = w.stored(name, "the packed projection")
+    part = array.reshape(of, -1)[rows]
+    return w.store(part.reshape(-1, *array.shape[1:]).copy())
+
+
+_PARTS: Final[Mapping[tuple[str, str], Callable[[_Writer, onnx.NodeProto, slice, int], str]]] = (
+    MappingProxyType(
+        {("", "MatMul"): _part_of_product, (CONTRIB_DOMAIN, "MatMulNBits"): _part_of_codes}
+    )
+)
+"""Products of which single columns can be written."""
 
 
 def _output(node: onnx.NodeProto, at: int) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -351,10 +352,30 @@ def _renamed(whole: onnx.GraphProto, prefix: str) -> onnx.GraphProto:
     return graph
 
 
-def genai_decoder(shape: Vlm, *, rotary: str = "inside", packed: bool = False) -> onnx.ModelProto:
+def in_few_bits(
+    b: GraphBuilder, x: str, cols: int, rows: int, *, bias: bool, bits: int, zeros: bool
+) -> str:
+    """Write a product with a random matrix of few bits in blocks of 16."""
+    blocks = cols // 16
+    codes = b.const(b.rng.integers(0, 256, (rows, blocks, 2 * bits)), "uint8")
+    scales = b.const(b.rng.uniform(0.3, 0.6, rows * blocks) * cols**-0.5 * 2.0 ** (1 - bits))
+    inputs = [x, codes, scales]
+    if zeros:
+        points = b.rng.integers(0, 256, rows * -(-blocks * bits // 8))
+        inputs.append(b.const(points, "uint8"))
+    if bias:
+        inputs += [""] * (5 - len(inputs)) + [b.weight(rows)]
+    sizes = {"K": cols, "N": rows, "bits": bits, "block_size": 16}
+    return b.op("MatMulNBits", *inputs, domain="com.microsoft", **sizes)
+
+
+def genai_decoder(
+    shape: Vlm, *, rotary: str = "inside", packed: bool = False, bits: int = 0, zeros: bool = False
+) -> onnx.ModelProto:
     """A decoder as ORT-GenAI's builder writes it: one fused attention, norms with shortcuts.
 
-    `rotary` is done `inside` the attention or by an `operator` before it.
+    `rotary` is done `inside` the attention or by an `operator` before it. Its projections may be
+    `packed` side by side, and stored in some `bits`.
     """
     b, contrib = GraphBuilder(14, scale=shape.scale), "com.microsoft"
     half, width = shape.head_dim // 2, shape.width
@@ -372,7 +393,8 @@ def genai_decoder(shape: Vlm, *, rotary: str = "inside", packed: bool = False) -
     for layer in range(shape.layers):
         counts = (shape.heads, shape.kv_heads, shape.kv_heads)
         sizes = [sum(counts)] if packed else counts
-        parts = [linear(b, h, width, n * shape.head_dim, bias=shape.bias) for n in sizes]
+        write = partial(in_few_bits, bits=bits, zeros=zeros) if bits else linear
+        parts = [write(b, h, width, n * shape.head_dim, bias=shape.bias) for n in sizes]
         if rotary == "operator":
             parts[:2] = [
                 b.op("RotaryEmbedding", a, "position_ids", *tables, domain=contrib, num_heads=n)

@@ -97,6 +97,8 @@ FAMILIES = {
     "merged": (merged, MOBILE_VLM),
     "fused": (fused(), variant(MOBILE_VLM, width=32)),
     "fused-packed": (fused(packed=True), variant(QWEN_VL, width=32)),
+    "fused-packed-bits": (fused(packed=True, bits=4), variant(QWEN_VL, width=32)),
+    "fused-packed-zeros": (fused(packed=True, bits=8, zeros=True), variant(MOBILE_VLM, width=32)),
     "fused-rotary": (fused(rotary="operator"), QWEN_VL),
 }
 
