@@ -31,8 +31,10 @@ class Quantised:
     cols: int
 
 
-def quantise(f: Frame, x: View, name: str, stride: int | None = None) -> Quantised:
-    """Return the rows of `x` as int8; `name` keeps two sets apart."""
+def quantise(
+    f: Frame, x: View, name: str, stride: int | None = None, step: float = 0.0
+) -> Quantised:
+    """Return the rows of `x` as int8, multiples of a step if there is one; `name` tells sets apart."""
     groups = groups_of(x.cols)
     found = Quantised(
         f.device.space(f"{name}.q", x.rows * groups * 32),
@@ -51,6 +53,7 @@ def quantise(f: Frame, x: View, name: str, stride: int | None = None) -> Quantis
         f.status,
         stride or x.cols,
         x.cols,
+        step,
         Local(lanes * 4),
         group=(lanes, 1),
     )
@@ -177,7 +180,7 @@ def linear_f32(f: Frame, call: PlanCall) -> None:
 def linear_w8(f: Frame, call: PlanCall) -> None:
     """Launch LINEAR_W8."""
     x, y, weight = normed(f, call, f.required(call, 0)), f.output(call), call.weights[0]
-    rows = quantise(f, x, "x")
+    rows = quantise(f, x, "x", step=float(call.params["x_step"]))
     f.device.launch(
         "run_w8",
         (y.cols, y.rows),
