@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks import kernels_conv, kernels_nm, kernels_w8, peer_table
 from benchmarks.kernels_ops import op_claims
+from benchmarks.kernels_packed import packed_claims
 from benchmarks.kernels_policy import policy_claims
 from benchmarks.kernels_skip import skip_claims
 from benchmarks.kernels_trace import trace_claims
@@ -314,6 +315,7 @@ PARTS: Final[Mapping[str, Callable[[str], Sequence[Claim]]]] = MappingProxyType(
         "conv": lambda target: kernels_conv.claims(target, measured),
         "call": call_claims,
         "ops": op_claims,
+        "packed": packed_claims,
         "trace": trace_claims,
         "policy": policy_claims,
     }

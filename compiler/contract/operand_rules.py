@@ -26,7 +26,7 @@ from compiler.contract.operands import (
     same_rows,
     vector,
 )
-from compiler.contract.operations import PARAMS, NormKind, Op
+from compiler.contract.operations import PARAMS, NormKind, Op, PackedKind
 from compiler.contract.recurrent_rules import recurrent
 from compiler.contract.reference_rules import REFERENCE_RULES
 
@@ -43,6 +43,8 @@ __all__ = [
 ]
 
 MAX_CONCAT: Final = 64
+MASK_BITS: Final = 32
+"""Columns that a word of the mask of packed rows tells of."""
 
 
 def complete_params(op: Op, given: Mapping[str, int | float]) -> dict[str, int | float]:
@@ -247,6 +249,11 @@ def _binary(c: Operands) -> None:
     a, b, constant = c.source(0), c.maybe_source(1), c.maybe_weight(0)
     same(a, c.result(0), "elementwise result")
     need((b is None) != (constant is None), "elementwise takes one second operand or one weight")
+    _second(a, b, constant)
+
+
+def _second(a: Shape, b: Shape | None, constant: WeightShape | None) -> None:
+    """Need an operand, or a weight, whose row or column may be repeated."""
     if b is not None:
         need(b.cols in (1, a.cols), f"elementwise: {b.cols} columns against {a.cols}")
         need((b.rows, b.dynamic) in ((1, False), (a.rows, a.dynamic)), "elementwise rows differ")
@@ -256,6 +263,37 @@ def _binary(c: Operands) -> None:
             constant.rows == 1 or (constant.rows == a.rows and not a.dynamic),
             "elementwise rows differ",
         )
+
+
+def _pack(c: Operands) -> None:
+    x, values = c.source(0), c.result(0)
+    same(x, values, "PACK values")
+    _check_mask(values, c.result(1), "PACK")
+
+
+def _packed(c: Operands) -> None:
+    values, b, constant, kind = c.source(0), c.maybe_source(2), c.maybe_weight(0), c.number("kind")
+    _check_mask(values, c.source(1), "PACKED")
+    same(values, c.result(0), "PACKED result")
+    if kind in (PackedKind.RMS, PackedKind.LAYER):
+        need(b is None and not c.number("act"), "PACKED norms take no second operand and no act")
+        vector(c.weight(0), values.cols, "PACKED gamma")
+        vector(c.maybe_weight(1), values.cols, "PACKED beta")
+        need(kind == PackedKind.LAYER or c.maybe_weight(1) is None, "only layer norms have a beta")
+        return
+    need(c.maybe_weight(1) is None, "PACKED elementwise has one weight at most")
+    need(b is None or constant is None, "PACKED takes one second operand or one weight")
+    need(
+        kind == PackedKind.MUL or b is not None or constant is not None,
+        "only PACKED MUL takes its rows twice",
+    )
+    _second(values, b, constant)
+
+
+def _check_mask(values: Shape, mask: Shape, what: str) -> None:
+    same_rows(values, mask, f"{what} mask")
+    words = -(-values.cols // MASK_BITS)
+    need(mask.cols == words, f"{what}: {values.cols} columns have {words} words of mask")
 
 
 def _map(c: Operands) -> None:
@@ -342,6 +380,8 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
         Op.MUL: _BINARY,
         Op.SUB: _BINARY,
         Op.DIV: _BINARY,
+        Op.PACK: Rule(("f32",), ("f32", "i32"), _pack),
+        Op.PACKED: Rule(("f32", "i32", "f32?"), ("f32",), _packed, ("f32?", "f32?")),
         Op.UNARY: Rule(("f32",), ("f32",), _map),
         Op.SOFTMAX: Rule(("f32",), ("f32",), _map),
         Op.ROUTE: Rule(

@@ -146,6 +146,15 @@ class Op(IntEnum):
     """x (N*H*W, C); weight f32 (kh*kw, C), [bias f32 (C)] -> (N*Ho*Wo, C): every channel by itself,
     otherwise as CONV2D. Rows of windows are `stride` apart, columns stride_x (0 = stride). Taps in
     the padding are left out."""
+    PACK = 34
+    """x (R, C) -> values (R, C), mask i32 (R, W), W = ceil(C / 32): act(x) without its zeros. Bit
+    i % 32 of word i / 32 of a row is set where element i is not +0; these elements stand in order
+    at the start of the row of values, zeros behind them."""
+    PACKED = 35
+    """values (R, C), mask i32 (R, ceil(C/32)), [b (R|1, C|1)] or weight f32 (R|1, C|1) -> (R, C):
+    with x the rows that PACK packed, act(x + b), act(x * b), act(x - b) or NORM of x with gamma,
+    [beta] and eps, as kind = PackedKind says. MUL of neither b nor weight is x * x. Of a row only
+    as many values are read as its mask has bits below C."""
     REF_MOVE = 128
     """Reference operations work on flat operands as their geometry, weight i32 0, says; the layout
     is in `compiler.contract.reference`. Sources are inputs or further weights, f32 or i32.
@@ -210,6 +219,16 @@ class UnaryKind(IntEnum):
     """As `ExpertAct.GELU`."""
     GELU_TANH = 9
     """As `ExpertAct.GELU_TANH`."""
+
+
+class PackedKind(IntEnum):
+    """What is computed of packed rows; the norms count their zeros."""
+
+    ADD = 0
+    MUL = 1
+    SUB = 2
+    RMS = 3
+    LAYER = 4
 
 
 class RecurrentKind(IntEnum):
@@ -427,6 +446,8 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
                 Param("reverse", 0, 1, 0),
             ),
         ),
+        Op.PACK: (_act(),),
+        Op.PACKED: (Param("kind", 0, max(PackedKind)), _act(), _f("eps", 0.0, 0.0)),
         Op.REF_MOVE: (Param("fill", 0, 1, 0), Param("value", -(1 << 31), (1 << 31) - 1, 0)),
         Op.REF_MAP: (
             Param("kind", 0, max(MapKind)),

@@ -50,6 +50,7 @@ from compiler.quant.constant_time import constant_time
 from compiler.quant.grid_search import OutputError
 from compiler.quant.module import PackedModule, PackedWeight, pack_module, pack_weight
 from compiler.quant.neurons import NeuronChoice, choose_neurons
+from compiler.quant.packing import PackedChoice, choose_packed
 from compiler.quant.record import CalibrationRecord, InputSample
 from compiler.quant.w4 import Floats, Grid, GridReport, PackedW4
 
@@ -134,11 +135,13 @@ def _planned(
     scheduled = schedule_module(banded.module, record, banded.likely)
     checks: tuple[CheckedCall, ...] = ()
     neurons: tuple[NeuronChoice, ...] = ()
+    rows: tuple[PackedChoice, ...] = ()
     if is_constant_time:
         module = constant_time(scheduled.module)
     else:
         module, checks = learn_checks(scheduled.module, record)
         module, neurons = choose_neurons(module, record)
+        module, rows = choose_packed(module)
     emitted = emit_plan(module, weights_packed=packed.packed)
     scheduled.verify(emitted.plan)
     banded.verify(emitted.plan)
@@ -147,6 +150,7 @@ def _planned(
     sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
     facts = {**_plan_facts(module, emitted, checks), **scheduled.facts, **banded.facts}
     facts |= {"neurons": [asdict(row) for row in neurons], "constant_time": is_constant_time}
+    facts |= {"packed_rows": [asdict(row) for row in rows]}
     return emitted, sections, facts
 
 

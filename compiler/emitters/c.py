@@ -13,6 +13,7 @@ from typing import Final
 from compiler.contract import plan_format, policy, runner_frames, steering
 from compiler.contract.moe_rules import MAX_LINEAR_K
 from compiler.contract.native_abi import C_STRUCTS
+from compiler.contract.operand_rules import MASK_BITS
 from compiler.contract.operations import MAX_DIM, Op
 from compiler.contract.plan_format import ABI_VERSION, RECORDS
 from compiler.contract.policy_calls import OP_KINDS
@@ -137,6 +138,7 @@ class CEmitter(SparseKernelEmitter):
             "isa": tile.isa,
             "language": "c",
             "magic": ", ".join(f"'{chr(byte)}'" for byte in plan_format.MAGIC),
+            "mask_bits": MASK_BITS,
             "max_context_bytes": plan_format.MAX_CONTEXT_BYTES,
             "max_dim": MAX_DIM,
             "max_k": MAX_LINEAR_K,

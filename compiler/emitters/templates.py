@@ -16,6 +16,7 @@ from compiler.contract.operations import (
     ExpertEvent,
     NormKind,
     Op,
+    PackedKind,
     RecurrentKind,
     RouteOrder,
     UnaryKind,
@@ -33,6 +34,7 @@ _ENUMS: Final[tuple[type[IntEnum], ...]] = (
     Op,
     Act,
     NormKind,
+    PackedKind,
     UnaryKind,
     RecurrentKind,
     RouteOrder,
@@ -49,6 +51,15 @@ _ENUMS: Final[tuple[type[IntEnum], ...]] = (
     policy.Variant,
     policy.CallKind,
 )
+
+
+def _packed_lanes(bits: int) -> tuple[list[int], list[int]]:
+    """Return, by which of eight lanes are kept, each lane's place among them and the kept ones."""
+    places = [(bits & ((1 << lane) - 1)).bit_count() for lane in range(8)]
+    kept = [lane for lane in range(8) if bits >> lane & 1]
+    return [min(place, 7) for place in places], kept + [0] * (8 - len(kept))
+
+
 SHARED: Final[Mapping[str, object]] = MappingProxyType(
     {
         "binary": registry.BINARY_SIGNS,
@@ -60,6 +71,7 @@ SHARED: Final[Mapping[str, object]] = MappingProxyType(
         "layouts": reference.LAYOUT_OFFSETS,
         "log": constants.LOG,
         "maps": reference.MAPS,
+        "packed_lanes": tuple(_packed_lanes(bits) for bits in range(256)),
         "query_limit": constants.QUERY_LIMIT,
         "smallest_amax": constants.SMALLEST_AMAX,
     }

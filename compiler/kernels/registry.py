@@ -110,6 +110,8 @@ def _specs() -> tuple[KernelSpec, ...]:
         KernelSpec(Op.EXPERT_PREFETCH, "templates/pages.c.in"),
         KernelSpec(Op.EXPERT_LOAD, "templates/pages.c.in"),
         KernelSpec(Op.CONV_DEPTHWISE, "templates/depthwise.c.in"),
+        KernelSpec(Op.PACK, "templates/packed.c.in"),
+        KernelSpec(Op.PACKED, "templates/packed.c.in"),
     )
 
 

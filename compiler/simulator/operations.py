@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compiler.contract.native_errors import BadIndexError, BadTokenError
-from compiler.contract.operand_rules import complete_params
-from compiler.contract.operations import NormKind, Op, UnaryKind
+from compiler.contract.operand_rules import MASK_BITS, complete_params
+from compiler.contract.operations import NormKind, Op, PackedKind, UnaryKind
 from compiler.contract.plan_format import GROUP
 from compiler.simulator import experts as moe
 from compiler.simulator.attention import attention, attention_row, heads_of, rope
@@ -228,6 +228,38 @@ def _binary(operator: Callable[[Array, Array], Array]) -> Callable[[Step], Resul
     return run
 
 
+def _pack(s: Step) -> Results:
+    x = act(s.numerics, s.number("act"), s.source(0))
+    kept = (x != 0) | np.signbit(x)
+    values = np.zeros_like(x)
+    for row, flags, to in zip(x, kept, values, strict=True):
+        to[: flags.sum()] = row[flags]
+    padded = np.zeros((len(x), -(-x.shape[1] // MASK_BITS) * MASK_BITS), bool)
+    padded[:, : x.shape[1]] = kept
+    return values, np.packbits(padded, axis=1, bitorder="little").view("<i4")
+
+
+def _packed(s: Step) -> Results:
+    kind, values = s.number("kind"), s.source(0)
+    words = np.ascontiguousarray(s.source(1).astype("<i4"))
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=values.shape[1], bitorder="little")
+    x = np.zeros_like(values)
+    for to, flags, row in zip(x, bits.astype(bool), values, strict=True):
+        to[flags] = row[: flags.sum()]
+    if kind in _PACKED_NORMS:
+        params = {"kind": _PACKED_NORMS[kind], "eps": s.params["eps"]}
+        return _norm(replace(s, inputs=(x,), params=params))
+    given = s.maybe_source(2) if s.maybe_source(2) is not None else s.maybe_constant(0)
+    y = _PACKED_BINARIES[kind](x, x if given is None else given)
+    return (act(s.numerics, s.number("act"), np.asarray(y)),)
+
+
+_PACKED_NORMS: Final[Mapping[int, NormKind]] = MappingProxyType(
+    {PackedKind.RMS: NormKind.RMS, PackedKind.LAYER: NormKind.LAYER}
+)
+_PACKED_BINARIES: Final[Mapping[int, Callable[[Array, Array], Array]]] = MappingProxyType(
+    {PackedKind.ADD: np.add, PackedKind.MUL: np.multiply, PackedKind.SUB: np.subtract}
+)
 _UNARY: Final[Mapping[int, Callable[[Step, Array], Array]]] = MappingProxyType(
     {
         UnaryKind.RELU: lambda _, x: relu(x),
@@ -292,6 +324,8 @@ OPERATIONS: Final[Mapping[Op, Callable[[Step], Results]]] = MappingProxyType(
         Op.ADD: _binary(np.add),
         Op.MUL: _binary(np.multiply),
         Op.SUB: _binary(np.subtract),
+        Op.PACK: _pack,
+        Op.PACKED: _packed,
         Op.DIV: _binary(np.divide),
         Op.UNARY: _unary,
         Op.SOFTMAX: _softmax,

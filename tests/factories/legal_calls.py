@@ -26,6 +26,7 @@ from compiler.kernels.program import (
     KvKind,
     NormKind,
     Op,
+    PackedKind,
     RecurrentKind,
     RouteOrder,
     UnaryKind,
@@ -242,6 +243,37 @@ def _binary(op: Op) -> Generator:
     return generate
 
 
+def _pack(d: Draw) -> None:
+    rows, cols = d.rows(), d.size(200)
+    outputs = [d.y(rows, cols), d.y(rows, -(-cols // 32), "i32")]
+    d.call(Op.PACK, [d.x(rows, cols, fill=_some_zeros)], outputs, act=d.pick(Act))
+
+
+def _some_zeros(rng: np.random.Generator, rows: int, cols: int) -> Array:
+    return floats(rng, rows, cols) * (rng.random((rows, cols)) < rng.random())
+
+
+def _packed(d: Draw) -> None:
+    """Rows of any mask, bits beyond the columns among them."""
+    rows, cols, kind = d.rows(), d.size(200), d.pick(PackedKind)
+    inputs, weights, params = [d.x(rows, cols), d.x(rows, -(-cols // 32), "i32")], [], {}
+    if kind in (PackedKind.RMS, PackedKind.LAYER):
+        weights = [
+            d.vector(cols, offset=1.0),
+            d.maybe(cols) if kind is PackedKind.LAYER else ABSENT,
+        ]
+        params["eps"] = 1e-5
+    else:
+        params["act"] = d.pick(Act)
+        b_rows, b_cols = d.pick((1, rows)), d.pick((1, cols))
+        if kind is not PackedKind.MUL or d.chance(0.7):
+            if d.chance():
+                inputs += [d.x(b_rows, b_cols)]
+            else:
+                weights = [d.weight(floats(d.rng, b_rows or 1, b_cols))]
+    d.call(Op.PACKED, inputs, [d.y(rows, cols)], weights, kind=kind, **params)
+
+
 def _unary(d: Draw) -> None:
     rows, cols, kind = d.rows(), d.size(), d.pick(UnaryKind)
     fill = positive() if kind in (UnaryKind.SQRT, UnaryKind.RECIPROCAL) else floats
@@ -399,6 +431,8 @@ GENERATORS: Final[Mapping[Op, Generator]] = MappingProxyType(
         Op.ROWS_CONCAT: _rows_concat,
         Op.ROWS_SLICE: _rows_slice,
         **{op: _binary(op) for op in (Op.ADD, Op.MUL, Op.SUB, Op.DIV)},
+        Op.PACK: _pack,
+        Op.PACKED: _packed,
         Op.UNARY: _unary,
         Op.SOFTMAX: _softmax,
         Op.ROUTE: _route,

@@ -13,6 +13,7 @@ _ZEROS: Final = ("value of", "known", "granularity", "not zero", "proved zero")
 _SAVED: Final = ("node", "multiply-adds", "of dense", "because")
 _PRICES: Final = ("layout", "expected", "stored", "workspace", "refused because")
 _CHECKS: Final = ("call", "stands for", "claim", "because", "held", "broken")
+_PACKED: Final = ("program", "rows", "readers", "dense", "half zero", "speed", "stored")
 _NEURONS: Final = ("call", "stands for", "matrices", "zeros", "gain", "stored", "because")
 
 
@@ -27,6 +28,7 @@ def found_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> Iter
     yield from _layout_lines(report)
     yield from _check_lines(report, explained)
     yield from _neuron_lines(report, explained)
+    yield from _packed_lines(report)
     yield from _removal_lines(report)
 
 
@@ -136,6 +138,22 @@ def _neuron_lines(report: Mapping[str, Any], explained: Mapping[str, Any]) -> It
         yield ""
         yield "weights behind a ReLU (dead neurons are left out where it pays, the same bits):"
         yield from indented(table([_NEURONS, *rows], right=frozenset({2, 3, 4})))
+
+
+def _packed_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Say which rows behind a ReLU could be a bitmap and values, and what would come of it."""
+    rows = [
+        (
+            *(row["program"], f"{row['rows']} x {row['cols']}", str(row["readers"])),
+            *(shown_bytes(row["dense_bytes"]), shown_bytes(row["packed_bytes"])),
+            *(f"x {row['gain']:.2f}", "packed" if row["chosen"] else "dense"),
+        )
+        for row in report.get("packed_rows", ())
+    ]
+    if rows:
+        yield ""
+        yield "rows behind a ReLU (a bitmap and values where that is faster, the same bits):"
+        yield from indented(table([_PACKED, *rows], right=frozenset({2, 3, 4, 5})))
 
 
 def _neuron_row(row: Mapping[str, Any], explained: Mapping[str, Any]) -> tuple[str, ...]:
