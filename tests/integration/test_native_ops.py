@@ -120,17 +120,18 @@ def top_p(p: float, low: int, high: int, merge: int) -> OpCase:
 
 def linear(
     n: int, k: int, *, act: Act = Act.NONE, bias: bool = False, residual: bool = False,
-    op: Op = Op.LINEAR,
+    op: Op = Op.LINEAR, **params: float,
 ) -> OpCase:  # fmt: skip
     weight = w4(n, k) if op is Op.LINEAR else f32(n, k)
     weight = ("w8", on_grid(n, k)) if op is Op.LINEAR_W8 else weight
     return OpCase(
-        f"{op.name}-{n}x{k}-{act.name}{'-bias' * bias}{'-residual' * residual}",
+        f"{op.name}-{n}x{k}-{act.name}{'-bias' * bias}{'-residual' * residual}"
+        + "".join(f"-{name}{value}" for name, value in params.items()),
         op,
         [(None, k, "f32"), (None, n if residual else 0, "f32")],
         [(None, n, "f32")],
         [weight, f32(n) if bias else None],
-        {"act": act},
+        {"act": act, **params},
     )
 
 
@@ -406,6 +407,7 @@ CASES = [
     linear(13, 24, op=Op.LINEAR_F32, act=Act.SILU, bias=True, residual=True),
     *(linear(n, k, op=Op.LINEAR_W8) for n, k in ((1, 1), (17, 33), (50, 500))),
     linear(40, 72, op=Op.LINEAR_W8, act=Act.SILU, bias=True, residual=True),
+    *(linear(33, 72, op=Op.LINEAR_W8, bias=True, x_step=step) for step in (0.004, 0.5)),
     *(norm(width, kind) for width in (1, 7, 8, 48, 129) for kind in NormKind),
     rope(16, 1), rope(36, 3), rope(10, 5),
     attention(32, 4), attention(33, 3), attention(20, 2, causal=1), attention(70, 1),

@@ -34,7 +34,7 @@ class Quantised:
 def quantise(
     f: Frame, x: View, name: str, stride: int | None = None, step: float = 0.0
 ) -> Quantised:
-    """Return the rows of `x` as int8, multiples of a step if there is one; `name` tells sets apart."""
+    """Return the rows of `x` as int8, by a step if one is given; `name` keeps two sets apart."""
     groups = groups_of(x.cols)
     found = Quantised(
         f.device.space(f"{name}.q", x.rows * groups * 32),
