@@ -19,6 +19,7 @@ from compiler.kernels.program import COLUMNS, DENSE, UP_ROWS, ExpertAct, Module,
 from compiler.quant.w4 import pack_w4, quantise_w4
 from tests.factories.kernels import Case, ids, library, native_targets, raw
 from tests.factories.modules import ModuleBuilder
+from tests.factories.w8 import routed
 
 TOKENS = 7
 K = 2
@@ -258,3 +259,19 @@ def test_the_runtime_refuses_a_length_that_is_none() -> None:
         parse_plan(broken)
     with pytest.raises((NativeError, PlanError)):
         NativePlan(library(native_targets()[0]), broken, case.emitted.sections)
+
+
+@pytest.mark.parametrize("target", native_targets())
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_experts_of_one_batch_may_be_stored_in_different_ways(first: int, target: str) -> None:
+    """One has gate rows and up rows, the others have panels, whichever is asked for first."""
+    module = routed(("w4", "w8"), ExpertAct.REGLU, whole=False)
+    at = module.programs[0].calls[-1].weights[2 * first]
+    weights = [replace(w, layout=UP_ROWS) if w.id == at else w for w in module.weights]
+    case = Case.of(replace(module, weights=tuple(weights)))
+    assert case.emitted.plan.weights[at].kind is Kind.W4_UP_ROWS
+    random = np.random.default_rng(4)
+    with case.native(target) as plan:
+        for rows in (1, 1, 1, 1, 16):
+            values = {"x": random.standard_normal((rows, 70)).astype(np.float32)}
+            assert raw(plan.run("run", values)) == raw(case.simulator().run("run", values))
