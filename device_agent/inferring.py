@@ -90,12 +90,15 @@ def opened(config: AgentConfig, asked: Inference) -> MoERuntime:
         NoBundleError: Nothing is installed.
     """
     threads = config.threads if asked.threads is None else asked.threads
-    rules, pool = degrade_rules(config), WeightPool(config.max_weight_bytes)
-    if asked.bundle is None:
-        return MoERuntime.installed(
-            config.state_dir, threads=threads, cpus=config.cpus, rules=rules, pool=pool
-        )
-    return MoERuntime.open(asked.bundle, threads=threads, cpus=config.cpus, rules=rules, pool=pool)
+    opened = MoERuntime.installed if asked.bundle is None else MoERuntime.open
+    return opened(
+        config.state_dir if asked.bundle is None else asked.bundle,
+        threads=threads,
+        cpus=config.cpus,
+        rules=degrade_rules(config),
+        pool=WeightPool(config.max_weight_bytes),
+        steers=config.steering != "off",
+    )
 
 
 def told(stats: Stats, reason: Reason | None) -> str:

@@ -28,6 +28,7 @@ from compiler.contract.bands import BandedRunner
 from compiler.contract.degrade import Rule, Rung
 from compiler.contract.errors import ContractError
 from compiler.contract.pipeline import PREFIX, Pipeline, TokenSpec
+from compiler.contract.pooled_weights import PooledWeights
 from compiler.contract.session import Answer, Dialogue, Manner, PlanRunner
 from compiler.contract.session import Session as PlanSession
 from device_agent.errors import BundleError, RequestError, RuntimeBusyError
@@ -44,6 +45,7 @@ from device_agent.runtime.pictures import Picture, pixels_of
 from device_agent.runtime.residency import residency_of
 from device_agent.runtime.sampling import Chooser, chooser
 from device_agent.runtime.sentinel import SentinelRunner
+from device_agent.runtime.steering_keeper import SteeringKeeper, steering_keeper
 from device_agent.runtime.tuning import Tuned, tune
 from device_agent.runtime.weights import WeightPool
 
@@ -62,6 +64,7 @@ class MoERuntime:
         tuned: Tuned = _UNTUNED,
         rules: Sequence[Rule] | DegradeKeeper = DEFAULT_RULES,
         monotonic: Callable[[], float] = time.perf_counter,
+        steering: SteeringKeeper | None = None,
     ) -> None:
         """Hold a loaded bundle; `open` and `installed` are what callers use.
 
@@ -70,12 +73,15 @@ class MoERuntime:
             tuned: How it runs here.
             rules: When it does less; or who says so.
             monotonic: Clock in seconds.
+            steering: Of its routers; None = they choose as the model says.
         """
         self.manifest_sha256: Final = bundle.manifest_sha256
         self.pipeline: Final[Pipeline] = bundle.pipeline
         self._bundle = bundle
         self._tuned = tuned
-        self._watched = SentinelRunner(bundle.runner, bundle.pipeline)
+        self._steering = steering
+        nearest: PlanRunner = bundle.runner if steering is None else steering.runner
+        self._watched = SentinelRunner(nearest, bundle.pipeline)
         self._banded = None if bundle.bands is None else BandedRunner(self._watched, bundle.bands)
         self._pager = residency_of(getattr(bundle.runner, "weights", None), monotonic)
         rungs = rungs_of(bundle.bands, is_paged=self._pager is not None)
@@ -95,6 +101,7 @@ class MoERuntime:
         cpus: str = AUTO,
         rules: Sequence[Rule] = DEFAULT_RULES,
         pool: WeightPool | None = None,
+        steers: bool = True,
     ) -> Self:
         """Open a bundle directory as `python -m compiler compile --out` writes it.
 
@@ -107,11 +114,13 @@ class MoERuntime:
             cpus: Where lent threads run: `auto`, `off` or a list of cores.
             rules: When it does less than the bundle asks for; empty = never.
             pool: Weights in memory, to be shared with other runtimes, and how many there may be.
+            steers: Whether routers go by what lies in memory, and by how sure they are.
 
         Raises:
             BundleError: There is no whole bundle, or it does not load here.
         """
-        return cls._started(load_directory(Path(directory), pool), threads, cpus, rules)
+        bundle = load_directory(Path(directory), pool)
+        return cls._started(bundle, threads, cpus, rules, steers=steers)
 
     @classmethod
     def installed(
@@ -122,6 +131,7 @@ class MoERuntime:
         cpus: str = AUTO,
         rules: Sequence[Rule] = DEFAULT_RULES,
         pool: WeightPool | None = None,
+        steers: bool = True,
     ) -> Self:
         """Open the bundle that an agent runs; changes nothing in its folder.
 
@@ -131,18 +141,26 @@ class MoERuntime:
             cpus: As for `open`.
             rules: As for `open`.
             pool: As for `open`.
+            steers: As for `open`.
 
         Raises:
             NoBundleError: Nothing is installed there.
             BundleError: It is damaged, or does not load here.
         """
         store, current = installed_bundle(Path(state_dir))
-        return cls._started(load_bundle(store, current, pool), threads, cpus, rules)
+        bundle = load_bundle(store, current, pool)
+        return cls._started(bundle, threads, cpus, rules, steers=steers)
 
     @classmethod
-    def _started(cls, bundle: LoadedBundle, threads: int, cpus: str, rules: Sequence[Rule]) -> Self:
+    def _started(
+        cls, bundle: LoadedBundle, threads: int, cpus: str, rules: Sequence[Rule], *, steers: bool
+    ) -> Self:
         try:
-            return cls(bundle, tune(bundle, threads, cpus), rules)
+            tuned, steering = tune(bundle, threads, cpus), None
+            if steers:
+                is_paged = isinstance(bundle.runner.weights, PooledWeights)
+                steering = steering_keeper(bundle, time.perf_counter, is_paged=is_paged)
+            return cls(bundle, tuned, rules, steering=steering)
         except ContractError as error:
             bundle.runner.close()
             raise BundleError(f"the bundle does not run: {error}", hint=error.hint) from error
@@ -180,6 +198,8 @@ class MoERuntime:
         """Threads, policy and rung: what `status` shows of a running bundle."""
         facts = {**self._tuned.facts, "degrade": self._degrade.facts()}
         facts |= {} if self._pager is None else self._pager.facts()
+        if self._steering is not None:
+            facts["steering"] = self._steering.facts()
         return facts if self._banded is None else {**facts, "steps": dict(self._banded.ran)}
 
     def session(self) -> "Session":
@@ -207,13 +227,20 @@ class MoERuntime:
         if self._pager is not None:
             self._pager.look()
             self._pager.is_fetching_ahead = rung < Rung.NO_PREFETCH
+        if self._steering is not None:
+            self._steering.answers(fewer=rung >= Rung.FEWER_EXPERTS)
         return rung is not Rung.NORMAL
 
-    def end_answer(self, *, failed: bool, latency_ms: float | None) -> None:
-        """Count an answer, and what it took if it was whole; the policy may move after it."""
+    def end_answer(self, *, failed: bool, latency_ms: float | None) -> bool:
+        """Count an answer, and what it took if it was whole; the policy may move after it.
+
+        Returns:
+            Whether it did without an expert that might not be loaded.
+        """
         self._degrade.answered(failed=failed, latency_ms=latency_ms)
         if self._tuned.keeper is not None:
             self._tuned.keeper.answered()
+        return self._steering is not None and self._steering.answered()
 
     def let_go(self, session: "Session") -> None:
         """Forget a session that was closed."""
@@ -356,7 +383,8 @@ class Session:
     def _answered(self, reason: Reason, stats: Stats) -> None:
         is_whole = reason in (Reason.ENDED, Reason.MAX_TOKENS, Reason.CONTEXT_FULL)
         latency_ms = stats.total_ms if is_whole else None
-        self._runtime.end_answer(failed=reason is Reason.ERROR, latency_ms=latency_ms)
+        failed = reason is Reason.ERROR
+        stats.degraded |= self._runtime.end_answer(failed=failed, latency_ms=latency_ms)
 
     def _ids(self, prompt: str | Sequence[int], template: str | None) -> list[int]:
         try:
