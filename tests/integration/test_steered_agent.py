@@ -14,6 +14,7 @@ from compiler.driver.bundle_files import write_bundle
 from compiler.driver.cards import Card, read_cards
 from compiler.driver.options import CompiledBundle
 from compiler.driver.steering_trial import plan_experts
+from device_agent.runtime import MoERuntime
 from device_agent.runtime.answers import SUBSTITUTED, AnswerRecord, BundleAnswerer, Question
 from device_agent.runtime.bundle import LoadedBundle, load_directory
 from device_agent.runtime.faults import AS_ASKED, Way
@@ -126,3 +127,16 @@ def test_what_may_not_be_steered_has_no_keeper(scene: Scene, folder: Path) -> No
         assert steering_keeper(replace(loaded, steering=None), lambda: 0.0) is None
     finally:
         loaded.runner.close()
+
+
+def test_a_runtime_of_python_steers_unless_told_not_to(scene: Scene, folder: Path) -> None:
+    image, item = scene.questions[0]
+    for steers in (True, False):
+        opened = MoERuntime.open(folder / "written", rules=(), threads=1, steers=steers)
+        with opened as runtime, runtime.session() as session:
+            session.generate(" ".join(item.words), template=item.prompt, image=image).words()
+            facts = runtime.facts.get("steering")
+            assert (facts is not None) is steers
+            if isinstance(facts, dict):
+                assert 1 < facts["mean_experts"] <= 2
+                assert facts["degraded_answers"] == 0
