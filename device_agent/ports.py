@@ -16,6 +16,7 @@ from device_agent.probe.linux import probe
 from device_agent.runtime.degrade_keeper import DEFAULT_RULES
 from device_agent.runtime.energy import UNVERIFIED, configured
 from device_agent.runtime.engine import Engine, NativeEngine
+from device_agent.runtime.hotset import HOTSET_FILE, HotSetFile
 from device_agent.runtime.rule_book import RuleBook
 from device_agent.runtime.weights import WeightPool
 from device_agent.storage.disk import Disk
@@ -31,6 +32,7 @@ def native_engine(store: ObjectStore, config: AgentConfig) -> NativeEngine:
     Raises:
         ConfigurationError: The degrade rules cannot be read or do not parse.
     """
+    hotset = HotSetFile(Disk(), config.state_dir / HOTSET_FILE)
     return NativeEngine(
         store,
         config.state_dir,
@@ -38,7 +40,7 @@ def native_engine(store: ObjectStore, config: AgentConfig) -> NativeEngine:
         config.answer_timeout_s,
         config.threads,
         config.cpus,
-        weights=WeightPool(config.max_weight_bytes),
+        weights=WeightPool(config.max_weight_bytes, hotset),
         rules=RuleBook(degrade_rules(config)),
         tdp_w=config.tdp_w,
         energy=configured(config.energy_model) if config.energy_model else UNVERIFIED,

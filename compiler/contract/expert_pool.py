@@ -9,6 +9,7 @@ to drive one by hand, for a measurement: `plan_pool` a plan, open a `PooledWeigh
 Standard library only.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -23,6 +24,7 @@ from compiler.contract.native_library import KernelLibrary
 from compiler.contract.native_memory import huge_bytes_of
 from compiler.contract.pool_abi import (
     COUNTERS,
+    NO_GROUP,
     TAG_KEY_BYTES,
     ExpertState,
     PoolKnob,
@@ -31,6 +33,8 @@ from compiler.contract.pool_abi import (
     SfPoolSetup,
 )
 
+READ_AHEAD: Final = 4
+"""Files that the system is told of while a pool is filled."""
 _U32, _U64, _P = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 _CALLS: Final[Mapping[str, tuple[type, tuple[type, ...]]]] = {
     "open": (ctypes.c_int32, (_P, _P)),
@@ -40,6 +44,7 @@ _CALLS: Final[Mapping[str, tuple[type, tuple[type, ...]]]] = {
     "bring": (ctypes.c_int32, (_P, _U32)),
     "trust": (ctypes.c_int32, (_P, _U32, _U32)),
     "io": (ctypes.c_int32, (_P,)),
+    "reads_ahead": (ctypes.c_int32, (_P,)),
     "stop": (ctypes.c_int32, (_P, _U32)),
     "set": (ctypes.c_int32, (_P, _U32, _U32)),
     "want": (ctypes.c_int32, (_P, _U32)),
@@ -82,7 +87,7 @@ class ExpertFile:
     length: int
     sha256: str
     layer: int
-    group: int = 0
+    group: int = NO_GROUP
     heat: int = 0
 
 
@@ -140,11 +145,16 @@ class ExpertPool:
     def fill(self) -> None:
         """Read every expert once, verify it in its slot, and keep those worth most that fit.
 
+        Those that are likeliest to be used, by their heat, come last and stay.
+
         Raises:
             ExpertDamagedError: A file holds other bytes than were signed for.
             NativeError: One cannot be read.
         """
-        for number in range(len(self.files)):
+        order = sorted(range(len(self.files)), key=self._worth)
+        for at, number in enumerate(order):
+            for ahead in order[at + 1 : at + 1 + READ_AHEAD]:
+                _will_need(self.files[ahead])
             if self._calls["bring"](self.address, number):
                 raise NativeError(f"expert {number} of the pool cannot be read")
             wanted = self.files[number].sha256
@@ -152,6 +162,10 @@ class ExpertPool:
             self._calls["trust"](self.address, number, is_good)
             if not is_good:
                 raise ExpertDamagedError(number)
+
+    def _worth(self, number: int) -> tuple[int, int]:
+        """Return what a place in memory is worth: by heat, then by how soon a run needs it."""
+        return self.files[number].heat, -self.files[number].layer
 
     def slot(self, number: int) -> int:
         """Return the address of an expert, which never changes.
@@ -272,6 +286,11 @@ class ExpertPool:
         last = len(self.files) - 1
         return huge_bytes_of(self.extent, self.slot(last) + self.files[last].length)
 
+    @property
+    def is_read_ahead(self) -> bool:
+        """Whether a thread is lent for reading ahead."""
+        return bool(self._calls["reads_ahead"](self.address))
+
     def serve(self) -> None:
         """Lend the calling thread for reading ahead, until `dismiss`; one at most."""
         self._calls["io"](self.address)
@@ -303,6 +322,13 @@ class ReadAhead:
         """Send the thread home and wait for it."""
         if self._end is not None:
             self._end()
+
+
+def _will_need(file: ExpertFile) -> None:
+    """Have the system read a file ahead, where it can be told."""
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file.fd, 0, file.length, os.POSIX_FADV_WILLNEED)
 
 
 def _end(pool: ExpertPool, thread: threading.Thread) -> None:

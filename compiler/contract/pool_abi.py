@@ -1,7 +1,9 @@
 """The C structs and numbers of expert pools; `native_abi` renders them, `expert_pool` uses them."""
 
 import ctypes
+from collections.abc import Mapping
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Final
 
 TAG_BLOCK: Final = 1024
@@ -42,6 +44,13 @@ COUNTERS: Final = (
 """Of `SfPoolCounts`; `ExpertPool.counts` says what each one is."""
 HEAT_ONE: Final = 1 << 16
 """Heat of an expert that every step uses."""
+
+
+NO_GROUP: Final = (1 << 32) - 1
+PREDICT: Final[Mapping[str, int]] = MappingProxyType(
+    {"ahead": 3, "after": 16, "before": 1, "heat": 1, "group": 1}
+)
+"""Layers that are foreseen, and the weights of what speaks for an expert; see predict.c.in."""
 
 
 class ExpertState(IntEnum):

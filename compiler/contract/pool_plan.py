@@ -101,10 +101,10 @@ def plan_pool(plan: Plan, budget_bytes: int, run_bytes: int | None = None) -> Po
             f"experts: {held + least * size} in all, {budget_bytes} may be used",
             hint="raise max_weight_bytes, or build the model with smaller experts",
         )
-    layers = sorted({_place(name)[0] for name in names})
+    layers = sorted({expert_place(name)[0] for name in names})
     experts = tuple(
-        PooledExpert(name, lengths[name], layers.index(_place(name)[0]))
-        for name in sorted(names, key=_place)
+        PooledExpert(name, lengths[name], layers.index(expert_place(name)[0]))
+        for name in sorted(names, key=expert_place)
     )
     every = sum(runs_of(expert.length, size) for expert in experts)
     return PoolPlan(
@@ -181,6 +181,7 @@ def _chosen(plan: Plan, call: PlanCall) -> int:
     return int(call.params["k"]) if call.op is Op.MOE_LAYER else plan.buffers[call.inputs[1]].cols
 
 
-def _place(name: str) -> tuple[int, int]:
+def expert_place(name: str) -> tuple[int, int]:
+    """Return (layer, expert) of a section `expert.L<layer>.E<expert>`; (0, 0) of any other."""
     found = _NAME.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else (0, 0)

@@ -17,7 +17,7 @@ from compiler.contract.operand_rules import MASK_BITS
 from compiler.contract.operations import MAX_DIM, Op
 from compiler.contract.plan_format import ABI_VERSION, RECORDS
 from compiler.contract.policy_calls import OP_KINDS
-from compiler.contract.pool_abi import TAG_BLOCK, TAG_KEY_BYTES, TAG_WORDS
+from compiler.contract.pool_abi import PREDICT, TAG_BLOCK, TAG_KEY_BYTES, TAG_WORDS
 from compiler.emitters.interface import Part, SparseKernelEmitter
 from compiler.emitters.templates import SHARED, render
 from compiler.emitters.toolchain import PROGRAM_FLAGS, compile_c, compile_shared
@@ -31,7 +31,7 @@ _RUNTIME: Final = (
     *("prelude", "vector", "math", "rows", "system", "swap"),
     *("policy", "steering", "trace", "pool"),
 )
-_POOL: Final = ("tag", "runs", "residency", "expert_pool", "pool_state", "buddy")
+_POOL: Final = ("tag", "runs", "residency", "predict", "expert_pool", "pool_state", "buddy")
 _POLICY: Final = {
     "bounds": {
         "size": policy.SIZE_BYTES,
@@ -148,6 +148,7 @@ class CEmitter(SparseKernelEmitter):
             "min_piece_bytes": constants.MIN_PIECE_BYTES,
             "ops": [op.name for op in ops],
             "policy": _POLICY,
+            "predict": PREDICT,
             "records": RECORDS,
             "steering": _STEERING,
             "structs": C_STRUCTS,

@@ -277,7 +277,9 @@ class BundleAnswerer:
         return record
 
     def close(self) -> None:
-        """Free the native memory."""
+        """Free the native memory; what was learned of experts is kept."""
+        if isinstance(self._pager, Residency):
+            self._pager.keep()
         self._native.close()
 
     def _attempt(

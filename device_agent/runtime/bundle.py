@@ -292,7 +292,7 @@ def _load(
         def make() -> Weights:
             if layout is None:
                 return LoadedWeights(plan.sections, views)
-            return pooled_weights(kernels, layout, views, named, source)
+            return pooled_weights(kernels, layout, views, named, source, pool.hotset)
 
         _verify(plan, views, bands)
         ladder = require_ladder(plan, bands)

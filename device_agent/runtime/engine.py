@@ -155,7 +155,7 @@ class _Opening:
         bundle = load_bundle(engine.store, self._pointer, engine.weights)
         try:
             tuned = engine.tune(bundle)
-            self._watch(residency_of(bundle.runner.weights, time.monotonic))
+            self._watch(residency_of(bundle.runner.weights, time.monotonic, engine.weights.hotset))
             is_paged = self._residency is not None
             keeper = None
             if engine.steers:

@@ -11,21 +11,28 @@ other read, and fetched anew with the next update. Without a budget none of this
 import os
 import resource
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
+from compiler.contract.expert_groups import parse_expert_groups
 from compiler.contract.expert_pool import ExpertDamagedError, ExpertFile, ExpertPool
 from compiler.contract.manifest import Section
 from compiler.contract.native_errors import NativeError
 from compiler.contract.native_library import KernelLibrary
-from compiler.contract.pool_abi import PoolKnob
-from compiler.contract.pool_plan import PoolPlan, external, internal
+from compiler.contract.pool_abi import HEAT_ONE, NO_GROUP, PoolKnob
+from compiler.contract.pool_plan import PoolPlan, expert_place, external, internal
 from compiler.contract.pooled_weights import PooledWeights
+from compiler.contract.router_stats import PER_MILLE, parse_router_stats
 from device_agent.errors import BundleError
 from device_agent.probe import sensors
+from device_agent.runtime.hotset import HotSetFile
 
 LOOK_S: Final = 1.0
+KEEP_S: Final = 300.0
+"""Between two writes of the hot set, seconds."""
+GROUPS: Final = "expert_groups"
+ROUTER_STATS: Final = "router_stats"
 SPARE_FILES: Final = 256
 """Descriptors that the rest of the agent may need."""
 _PER_MILLE: Final = 1000
@@ -67,6 +74,7 @@ def pooled_weights(
     views: Mapping[str, memoryview],
     sections: Mapping[str, Section],
     source: SectionSource,
+    hotset: HotSetFile | None = None,
 ) -> PooledWeights:
     """Open the experts of a bundle and verify each in memory.
 
@@ -76,6 +84,8 @@ def pooled_weights(
         views: Verified bytes of the sections that stay.
         sections: All sections, by component.
         source: Where the experts are.
+        hotset: How often each was used before; else the bundle's router statistics say how likely
+            each is.
 
     Raises:
         BundleError: An expert is missing or damaged; the damaged one was dropped.
@@ -88,12 +98,52 @@ def pooled_weights(
         section = sections[expert.name]
         held.numbers.append(source.open(section))
         files.append(ExpertFile(held.numbers[-1], expert.length, section.sha256, expert.layer))
+    files = with_statistics(files, layout, views, hotset)
     try:
         return PooledWeights(KernelLibrary(kernels), layout, views, files, keeps=held)
     except ExpertDamagedError as error:
         section = sections[layout.experts[error.number].name]
         source.forget(section)
         raise BundleError(f"object {section.sha256[:16]} is damaged and was dropped") from error
+
+
+def with_statistics(
+    files: Sequence[ExpertFile],
+    layout: PoolPlan,
+    views: Mapping[str, memoryview],
+    hotset: HotSetFile | None,
+) -> list[ExpertFile]:
+    """Return the files with the heat and the group of each expert, where these are known.
+
+    Raises:
+        ContractError: A section of statistics is malformed.
+    """
+    places = [expert_place(expert.name) for expert in layout.experts]
+    heats = (None if hotset is None else hotset.read(files)) or _usual_heats(places, views)
+    groups = parse_expert_groups(bytes(views[GROUPS])).groups if GROUPS in views else ()
+    found = []
+    for file, heat, (_, number) in zip(files, heats, places, strict=True):
+        row = groups[file.layer] if file.layer < len(groups) else ()
+        group = row[number] if number < len(row) else NO_GROUP
+        found.append(replace(file, heat=heat, group=group))
+    return found
+
+
+def _usual_heats(
+    places: Sequence[tuple[int, int]], views: Mapping[str, memoryview]
+) -> tuple[int, ...]:
+    """Return how likely a step uses each expert, as calibration saw rows of text choose."""
+    if ROUTER_STATS not in views:
+        return (0,) * len(places)
+    layers = {item.layer: item for item in parse_router_stats(bytes(views[ROUTER_STATS])).layers}
+    return tuple(
+        min(
+            HEAT_ONE, layers[layer].usage_text[number] * layers[layer].top_k * HEAT_ONE // PER_MILLE
+        )
+        if layer in layers and number < layers[layer].experts
+        else 0
+        for layer, number in places
+    )
 
 
 def require_files(count: int) -> None:
@@ -127,6 +177,7 @@ class Residency:
         pool: ExpertPool,
         monotonic: Callable[[], float],
         pressure: Pressure = machine_pressure,
+        hotset: HotSetFile | None = None,
     ) -> None:
         """Begin; the pool holds what it holds.
 
@@ -134,11 +185,12 @@ class Residency:
             pool: Of the running plan.
             monotonic: Clock in seconds.
             pressure: Share of memory that is not available, percent.
+            hotset: Where heats are kept for the next start.
         """
+        self._hotset, self._kept_at = hotset, monotonic()
         self._pool, self._monotonic, self._pressure = pool, monotonic, pressure
         self._looked_at: float | None = None
-        self._before = pool.counts()
-        self._stalls_before = self._before["timeouts"]
+        self._before = self._start = pool.counts()
         self._misses: float | None = None
         self._is_fetching_ahead = True
 
@@ -164,6 +216,14 @@ class Residency:
             per_mille = round(min(max(percent, 0.0), _PERCENT) * _PER_MILLE / _PERCENT)
             self._pool.set(PoolKnob.PRESSURE, per_mille)
         self._misses = self._share_of_misses()
+        if now - self._kept_at >= KEEP_S:
+            self.keep()
+
+    def keep(self) -> None:
+        """Write the hot set, if any expert was used."""
+        self._kept_at = self._monotonic()
+        if self._hotset is not None and self._pool.counts()["chosen"] > self._start["chosen"]:
+            self._hotset.write(self._pool.files, self._pool.heats())
 
     def gauges(self) -> dict[str, float | None]:
         """Return what degrade rules see: fragmentation of the memory given, share of misses, %."""
@@ -174,7 +234,7 @@ class Residency:
     @property
     def stalls(self) -> int:
         """How often an answer waited in vain for the thread that reads ahead, since this began."""
-        return self._pool.counts()["timeouts"] - self._stalls_before
+        return self._pool.counts()["timeouts"] - self._start["timeouts"]
 
     def facts(self) -> dict[str, int]:
         """Return what `status` and telemetry show; names are those of `GAUGES`."""
@@ -205,6 +265,10 @@ class Residency:
         return _PERCENT * missed / lookups
 
 
-def residency_of(weights: object, monotonic: Callable[[], float]) -> Residency | None:
+def residency_of(
+    weights: object, monotonic: Callable[[], float], hotset: HotSetFile | None = None
+) -> Residency | None:
     """Return who watches the pool of a plan's weights; None if all of them are in memory."""
-    return Residency(weights.pool, monotonic) if isinstance(weights, PooledWeights) else None
+    if not isinstance(weights, PooledWeights):
+        return None
+    return Residency(weights.pool, monotonic, hotset=hotset)

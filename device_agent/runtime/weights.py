@@ -16,6 +16,7 @@ from compiler.contract.plan import Plan
 from compiler.contract.plan_format import align
 from compiler.contract.pool_plan import PoolPlan, plan_pool
 from compiler.contract.pooled_weights import PooledWeights
+from device_agent.runtime.hotset import HotSetFile
 
 Weights = LoadedWeights | PooledWeights
 
@@ -23,12 +24,14 @@ Weights = LoadedWeights | PooledWeights
 class WeightPool:
     """The weights of all bundles that are loaded now."""
 
-    def __init__(self, budget_bytes: int = 0) -> None:
+    def __init__(self, budget_bytes: int = 0, hotset: HotSetFile | None = None) -> None:
         """Know none.
 
         Args:
             budget_bytes: The most bytes of weights of one bundle; 0 = all of them.
+            hotset: Which experts were used before, for a bundle that exceeds the budget.
         """
+        self.hotset: Final = hotset
         self.budget_bytes: Final = budget_bytes
         self._known: WeakValueDictionary[tuple[tuple[str, str], ...], Weights] = (
             WeakValueDictionary()

@@ -47,8 +47,7 @@ class Trial:
         )
         self.runs = runs
         self.pool.fill()
-        for number in range(len(files)):  # a model of `fill`: bring one after the other
-            expert = self.model.experts[number]
+        for expert in sorted(self.model.experts, key=lambda expert: -expert.layer):  # as `fill`
             assert self.model._load(expert)
             expert.present = True
 

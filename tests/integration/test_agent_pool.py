@@ -21,7 +21,9 @@ from device_agent.runtime.bundle import load_bundle, load_directory
 from device_agent.runtime.engine import NativeEngine
 from device_agent.runtime.evaluation import load_evaluation
 from device_agent.runtime.guard import InferenceGuard
+from device_agent.runtime.hotset import HOTSET_FILE, HotSetFile
 from device_agent.runtime.weights import WeightPool
+from device_agent.storage.disk import Disk
 from tests.factories.bundles import compiled
 from tests.factories.guarded import TIMEOUT_S, Installed, installed
 
@@ -127,6 +129,39 @@ def test_the_self_test_runs_within_the_budget(
     engine(at, folder, sizes[0]).self_test(at.pointer)
     with pytest.raises(Exception, match="may be used"):
         engine(at, folder, 1000).self_test(at.pointer)
+
+
+def test_the_hot_set_outlives_a_restart(
+    at: Installed, folder: Path, sizes: tuple[int, int], asked: tuple[Question, ...], tmp_path: Path
+) -> None:
+    """What was used most is there from the start, and a damaged file is as good as none."""
+    path = tmp_path / HOTSET_FILE
+    budget = (sizes[0] + sizes[1]) // 2
+
+    def started() -> InferenceGuard:
+        pool = WeightPool(budget, HotSetFile(Disk(), path))
+        return NativeEngine(at.store, folder / "state", 60.0, TIMEOUT_S, 1, weights=pool).start(
+            at.pointer
+        )
+
+    guard = started()
+    for question in asked:
+        guard.answer(question)
+    assert not path.exists()
+    guard.close()
+    bundle = load_bundle(at.store, at.pointer, WeightPool(budget, HotSetFile(Disk(), path)))
+    weights = bundle.runner.weights
+    assert isinstance(weights, PooledWeights)
+    heats, states = [file.heat for file in weights.pool.files], weights.pool.states()
+    assert max(heats) > 0
+    present = [h for h, s in zip(heats, states, strict=True) if s is ExpertState.PRESENT]
+    absent = [h for h, s in zip(heats, states, strict=True) if s is ExpertState.ABSENT]
+    assert present
+    assert absent
+    assert sum(present) / len(present) > sum(absent) / len(absent)
+    bundle.runner.close()
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    started().close()
 
 
 def test_bundles_with_the_same_weights_share_a_pool(at: Installed, sizes: tuple[int, int]) -> None:

@@ -2,16 +2,18 @@
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
 
-from compiler.contract.expert_pool import ExpertDamagedError, ExpertFile, ExpertPool
+from compiler.contract.expert_pool import ExpertDamagedError, ExpertFile, ExpertPool, ReadAhead
 from compiler.contract.native import NativePlan
 from compiler.contract.native_errors import ExpertAbsentError, NativeError
 from compiler.contract.native_library import KernelLibrary
-from compiler.contract.pool_abi import ExpertState, PoolKnob
+from compiler.contract.pool_abi import NO_GROUP, ExpertState, PoolKnob
 from compiler.contract.pooled_weights import PooledWeights
 from compiler.emitters.schedule import obey, schedule_ops
 from compiler.kernels.program import TILES, Module, NormKind, Weight
@@ -237,6 +239,107 @@ def test_under_pressure_only_what_a_row_chose_is_loaded() -> None:
             talk(plan, conversation(6))
 
 
+def replay(pool: ExpertPool, passes: int, after: Sequence[Sequence[int]], width: int) -> None:
+    """Walk layers where each expert is followed by one other; begin with another one each pass."""
+    for step in range(passes):
+        pool.begin_pass()
+        chosen = step * 3 % width
+        for layer, row in enumerate([*after, ()]):
+            pool.choose([layer * width + chosen])
+            assert pool.touch(layer * width + chosen)
+            pool.settle()
+            chosen = row[chosen] if row else chosen
+
+
+def small_pool(layers: int, width: int, runs: int, groups: Sequence[int] = ()) -> ExpertPool:
+    kept = [memory_file(os.urandom(RUN)) for _ in range(layers * width)]
+    files = [
+        ExpertFile(fd, RUN, "", at // width, groups[at] if groups else NO_GROUP)
+        for at, fd in enumerate(kept)
+    ]
+    pool = ExpertPool(KernelLibrary(library(PORTABLE)), files, run_bytes=RUN, runs=runs)
+    weakref.finalize(pool, lambda: [os.close(fd) for fd in kept])
+    pool.fill()
+    return pool
+
+
+def test_what_follows_is_learned_and_foreseen() -> None:
+    """After a few passes every expert of the next layer is named before it is chosen."""
+    pool = small_pool(4, 8, 16)
+    after = [
+        [(5 * e + 3) % 8 for e in range(8)],
+        [(3 * e + 1) % 8 for e in range(8)],
+        [7 - e for e in range(8)],
+    ]
+    replay(pool, 60, after, 8)
+    before = pool.counts()
+    replay(pool, 24, after, 8)
+    counts = pool.counts()
+    assert counts["predicted"] - before["predicted"] == 4 * 24
+    assert counts["chosen"] - before["chosen"] == 4 * 24
+    assert counts["foreseen"] - before["foreseen"] >= 3 * 24
+
+
+def test_an_expert_that_is_foreseen_is_read_ahead() -> None:
+    pool = small_pool(4, 8, 16)
+    after = [
+        [(5 * e + 3) % 8 for e in range(8)],
+        [(3 * e + 1) % 8 for e in range(8)],
+        [7 - e for e in range(8)],
+    ]
+    replay(pool, 60, after, 8)
+    reader = ReadAhead(pool)
+    for _ in range(200):
+        replay(pool, 8, after, 8)
+        if pool.counts()["hidden"] > 0:
+            break
+    reader.close()
+    counts = pool.counts()
+    assert counts["hidden"] > 0
+    assert counts["committed_bytes"] <= 16 * RUN
+
+
+@pytest.mark.parametrize(("pressure", "comes"), [(0, True), (700, False)])
+def test_groups_come_together_unless_memory_is_short(pressure: int, comes: bool) -> None:
+    """Two groups over three layers; one expert of a group is missed in the first layer."""
+    groups = [0, 1] * 3
+    pool = small_pool(3, 2, 6, groups)
+    pool.set(PoolKnob.RUNS, 1)
+    pool.set(PoolKnob.RUNS, 6)
+    missing = next(at for at, s in enumerate(pool.states()) if s is ExpertState.ABSENT and at < 2)
+    mates = [at for at in range(2, 6) if groups[at] == groups[missing]]
+    absent = [at for at in mates if pool.states()[at] is ExpertState.ABSENT]
+    assert absent
+    reader = ReadAhead(pool)
+    while not pool.is_read_ahead:
+        time.sleep(0.001)
+    pool.set(PoolKnob.PRESSURE, pressure)
+    pool.begin_pass()
+    pool.choose([missing])
+    assert pool.touch(missing)
+    deadline = time.monotonic() + (10 if comes else 0.2)
+    while time.monotonic() < deadline:
+        states = pool.states()
+        if all(states[at] is ExpertState.PRESENT for at in absent):
+            break
+        time.sleep(0.005)
+    reader.close()
+    found = [pool.states()[at] is ExpertState.PRESENT for at in absent]
+    assert all(found) if comes else not any(found)
+
+
+def test_experts_of_several_layers_at_once_teach_nothing() -> None:
+    pool = small_pool(3, 4, 6)
+    random = np.random.default_rng(3)
+    for _ in range(300):
+        pool.begin_pass()
+        chosen = random.choice(12, int(random.integers(1, 13)), replace=False)
+        pool.choose([int(number) for number in chosen])
+    with pytest.raises(NativeError):
+        pool.choose([12])
+    assert pool.touch(11)
+
+
 def test_memory_is_taken_as_it_is_needed_and_given_back() -> None:
     size = 40 * RUN + 1
     files = [ExpertFile(memory_file(os.urandom(size)), size, "", layer) for layer in range(3)]
@@ -250,9 +353,9 @@ def test_memory_is_taken_as_it_is_needed_and_given_back() -> None:
     assert pool.counts()["committed_bytes"] == 0
     pool.fill()
     assert pool.counts()["committed_bytes"] == 82 * RUN
-    assert [state.name for state in pool.states()] == ["PRESENT", "ABSENT", "PRESENT"]
+    assert [state.name for state in pool.states()] == ["PRESENT", "PRESENT", "ABSENT"]
     moved = pool.counts()["moved"]
-    assert pool.touch(1)
+    assert pool.touch(2)
     assert pool.counts()["moved"] == moved + 41
     pool.settle()
     pool.set(PoolKnob.RUNS, 41)

@@ -5,16 +5,30 @@ from typing import cast
 
 import pytest
 
-from compiler.contract.expert_pool import ExpertPool
+from compiler.contract.expert_groups import ExpertGroups
+from compiler.contract.expert_pool import ExpertFile, ExpertPool
 from compiler.contract.native_errors import NativeError
-from compiler.contract.pool_abi import COUNTERS, PoolKnob
-from device_agent.runtime.residency import SPARE_FILES, Residency, require_files
+from compiler.contract.pool_abi import COUNTERS, HEAT_ONE, NO_GROUP, PoolKnob
+from compiler.contract.pool_plan import PooledExpert, PoolPlan
+from compiler.contract.router_stats import HISTOGRAM_BINS, EntropyBand, LayerStats, RouterStats
+from device_agent.runtime.hotset import HotSetFile
+from device_agent.runtime.residency import (
+    KEEP_S,
+    SPARE_FILES,
+    Residency,
+    require_files,
+    with_statistics,
+)
 
 
 class FakePool:
     """Counts as it is told, and remembers its knobs."""
 
     persistent_bytes = 1000
+    files = ("a", "b")
+
+    def heats(self) -> list[int]:
+        return [1, 2]
 
     def __init__(self) -> None:
         self.now = dict.fromkeys(COUNTERS, 0)
@@ -99,6 +113,56 @@ def test_reading_ahead_is_turned_off_and_on() -> None:
     assert watch.pool.knobs[PoolKnob.PREFETCH] == 0
     watch.residency.is_fetching_ahead = True
     assert watch.pool.knobs[PoolKnob.PREFETCH] == 1
+
+
+def test_the_hot_set_is_kept_now_and_then_and_only_if_anything_was_used() -> None:
+    kept: list[tuple[object, object]] = []
+
+    class Keeper:
+        def write(self, files: object, heats: object) -> None:
+            kept.append((files, heats))
+
+    pool, at = FakePool(), [0.0]
+    residency = Residency(
+        cast("ExpertPool", pool), lambda: at[0], lambda: None, cast("HotSetFile", Keeper())
+    )
+    residency.keep()
+    at[0] = 2 * KEEP_S
+    residency.look()
+    assert kept == []
+    pool.now["chosen"] = 7
+    at[0] += KEEP_S - 1
+    residency.look()
+    assert kept == []
+    at[0] += 1
+    residency.look()
+    assert kept == [(pool.files, [1, 2])]
+    residency.keep()
+    assert len(kept) == 2
+
+
+def test_statistics_of_the_bundle_say_what_is_likely() -> None:
+    experts = [
+        PooledExpert(f"expert.L{layer}.E{e}", 10, layer // 3) for layer in (0, 3) for e in (0, 1)
+    ]
+    layout = PoolPlan((), 0, tuple(experts), 4096, 4, 1)
+    files = [ExpertFile(0, 10, "ab", expert.layer) for expert in experts]
+    stats = RouterStats(
+        steps=1,
+        rows=1,
+        layers=(LayerStats(3, 2, 2, 32, (0, 0), (600, 400), (0, 0), (0,) * HISTOGRAM_BINS),),
+        bands=(EntropyBand(0, 1, 1000, 1, 1),),
+    )
+    groups = ExpertGroups(((0, 1), (1, 0)), (0, 3, 1, 2))
+    views = {
+        "router_stats": memoryview(stats.to_bytes()),
+        "expert_groups": memoryview(groups.to_bytes()),
+    }
+    found = with_statistics(files, layout, views, None)
+    assert [file.heat for file in found] == [0, 0, HEAT_ONE, 800 * HEAT_ONE // 1000]
+    assert [file.group for file in found] == [0, 1, 1, 0]
+    plain = with_statistics(files, layout, {}, None)
+    assert [(file.heat, file.group) for file in plain] == [(0, NO_GROUP)] * 4
 
 
 def test_files_for_all_experts_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
