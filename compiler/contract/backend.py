@@ -18,7 +18,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import ClassVar, Final, Self
 
 from compiler.contract.errors import ContractError
@@ -178,12 +177,7 @@ class Backend(ABC):
     def __enter__(self) -> Self:
         return self.init()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @abstractmethod
