@@ -19,6 +19,7 @@ from device_agent.runtime.answers import SUBSTITUTED, AnswerRecord, BundleAnswer
 from device_agent.runtime.bundle import LoadedBundle, load_directory
 from device_agent.runtime.faults import AS_ASKED, Way
 from device_agent.runtime.steering_keeper import SteeringKeeper, steering_keeper
+from device_agent.runtime.weights import WeightPool
 from tests.factories.bundles import compiled_here, submission
 
 
@@ -140,3 +141,22 @@ def test_a_runtime_of_python_steers_unless_told_not_to(scene: Scene, folder: Pat
             if isinstance(facts, dict):
                 assert 1 < facts["mean_experts"] <= 2
                 assert facts["degraded_answers"] == 0
+
+
+def test_with_a_real_pool_fewer_experts_are_waited_for(
+    scene: Scene, bundle: CompiledBundle, folder: Path
+) -> None:
+    sizes = {name: len(data) for name, data in bundle.sections.items()}
+    experts = sum(size for name, size in sizes.items() if name.startswith("expert."))
+    most = sizes["weights.shared"] + experts // 2 + 400_000
+    waited: dict[bool, int] = {}
+    for steers in (True, False):
+        pool = WeightPool(most)
+        opened = MoERuntime.open(folder / "written", rules=(), threads=1, steers=steers, pool=pool)
+        with opened as runtime, runtime.session() as session:
+            for image, item in scene.questions:
+                words = " ".join(item.words)
+                session.generate(words, template=item.prompt, image=image).words()
+            facts = runtime.facts
+            waited[steers] = sum(int(str(facts[f"expert_{name}"])) for name in ("misses", "late"))
+    assert 0 < waited[True] < waited[False]
