@@ -42,6 +42,7 @@ INVARIANTS: Final[Mapping[Op, Invariant]] = MappingProxyType(
         Op.LINEAR_W8: Invariant.CONTRACTION,
         Op.CONV2D: Invariant.CONTRACTION,
         Op.CONV_DEPTHWISE: Invariant.CONTRACTION,
+        Op.SPARSE_CONV: Invariant.CONTRACTION,
         Op.ROUTE: Invariant.CONTRACTION,
         Op.EXPERTS: Invariant.CONTRACTION,
         Op.ADD: Invariant.UNION,

@@ -16,6 +16,7 @@ from xdsl.dialects.func import FuncOp, ReturnOp
 from xdsl.ir import Operation, SSAValue
 
 from compiler.analysis.constants import ConstantTable
+from compiler.contract.windows import Window
 from compiler.dialects.dims import Binding
 from compiler.dialects.sp import OnnxOp
 from compiler.dialects.types import shape_of, sizes_at
@@ -197,12 +198,12 @@ def _onnx_norm(op: Any, run: Execution) -> list[Array]:
 
 
 def _conv2d(op: Any, run: Execution) -> list[Array]:
-    p, weight = op.parameters(), run.at(op.weight)
+    m, weight = Window.of(op.parameters()), run.at(op.weight)
     x = run.at(op.x)
-    images = x.reshape(-1, p["H"], p["W"], x.shape[-1])
-    images = np.pad(images, ((0, 0), (p["pad"],) * 2, (p["pad"],) * 2, (0, 0)))
-    windows = np.lib.stride_tricks.sliding_window_view(images, (p["kh"], p["kw"]), axis=(1, 2))
-    windows = windows[:, :: p["stride"], :: p.get("stride_x", p["stride"])]
+    images = x.reshape(-1, m.height, m.width, x.shape[-1])
+    images = np.pad(images, ((0, 0), (m.top, m.bottom), (m.left, m.right), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(images, (m.kh, m.kw), axis=(1, 2))
+    windows = windows[:, :: m.down, :: m.across]
     if op.is_depthwise:
         y = (windows.reshape(-1, *weight.shape) * weight).sum(axis=-1)
     else:

@@ -29,6 +29,8 @@ from compiler.contract.operands import (
 from compiler.contract.operations import PARAMS, NormKind, Op, PackedKind
 from compiler.contract.recurrent_rules import recurrent
 from compiler.contract.reference_rules import REFERENCE_RULES
+from compiler.contract.tiles import PANEL
+from compiler.contract.windows import MAX_PAD_CODE, Window
 
 __all__ = [
     "RULES",
@@ -196,19 +198,30 @@ def _depthwise(c: Operands) -> None:
     need(fits, f"CONV_DEPTHWISE weight must be ({taps}, {x.cols})")
 
 
-def _windows(c: Operands, name: str, channels: int) -> None:
+def _sparse_conv(c: Operands) -> None:
+    x, y, taps, first, runs = c.source(0), c.result(0), c.weight(0), c.weight(1), c.weight(2)
+    _windows(c, "SPARSE_CONV", y.cols, bias=3)
+    panels = -(-y.cols // PANEL)
+    need(taps.cols == PANEL, f"SPARSE_CONV taps need {PANEL} columns")
+    all_taps = panels * c.number("kh") * c.number("kw") * x.cols
+    need(taps.rows <= all_taps, f"SPARSE_CONV has {all_taps} taps, not {taps.rows}")
+    need(
+        (first.rows, first.cols) == (2, panels + 1), f"SPARSE_CONV first must be (2, {panels + 1})"
+    )
+    need(runs.cols == 2 and runs.rows <= taps.rows, "SPARSE_CONV runs are pairs, each of taps")
+
+
+def _windows(c: Operands, name: str, channels: int, bias: int = 1) -> None:
     """Check whole images against one row of `channels` per window, and the bias."""
-    x, y = c.source(0), c.result(0)
-    kh, kw, stride, pad = (c.number(n) for n in ("kh", "kw", "stride", "pad"))
-    across = int(c.params.get("stride_x", 0)) or stride
-    height, width = c.number("H"), c.number("W")
-    images = x.rows // (height * width)
-    fixed(x, images * height * width, x.cols, f"{name} input")
-    within = height + 2 * pad >= kh and width + 2 * pad >= kw
-    need(within, f"{name} window exceeds the padded image")
-    rows = ((height + 2 * pad - kh) // stride + 1) * ((width + 2 * pad - kw) // across + 1)
-    fixed(y, images * rows, channels, f"{name} result")
-    vector(c.maybe_weight(1), channels, f"{name} bias")
+    x, y, window = c.source(0), c.result(0), Window.of(c.params)
+    pixels = window.height * window.width
+    images = x.rows // pixels
+    fixed(x, images * pixels, x.cols, f"{name} input")
+    need(not c.number("pad") & ~MAX_PAD_CODE, f"{name} pad has bits that mean nothing")
+    need(window.fits, f"{name} window exceeds the padded image")
+    rows, columns = window.out
+    fixed(y, images * rows * columns, channels, f"{name} result")
+    vector(c.maybe_weight(bias), channels, f"{name} bias")
 
 
 def _rows_concat(c: Operands) -> None:
@@ -374,6 +387,7 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
         Op.PRUNE: Rule(("f32", "f32"), ("f32", "i32"), prune_rules.prune),
         Op.CONV2D: Rule(("f32",), ("f32",), _conv2d, ("f32", "f32?")),
         Op.CONV_DEPTHWISE: Rule(("f32",), ("f32",), _depthwise, ("f32", "f32?")),
+        Op.SPARSE_CONV: Rule(("f32",), ("f32",), _sparse_conv, ("f32", "i32", "i32", "f32?")),
         Op.ROWS_CONCAT: Rule(("any?", "any?"), ("any",), _rows_concat, ("f32?",)),
         Op.ROWS_SLICE: Rule(("any",), ("any",), _rows_slice),
         Op.ADD: _BINARY,

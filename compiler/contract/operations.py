@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from compiler.contract.reference import MapKind, PoolKind, ReduceKind, ScatterKind
+from compiler.contract.windows import MAX_PAD_CODE
 
 
 class Op(IntEnum):
@@ -60,7 +61,8 @@ class Op(IntEnum):
     CONV2D = 10
     """x (N*H*W, Ci); weight f32 (Co, kh*kw*Ci) in (ky, kx, ci) order, [bias f32 (Co)] ->
     (N*Ho*Wo, Co), image by image; the rows of x say how many there are. Zero padding `pad` on all
-    sides, Ho = (H + 2*pad - kh) / stride + 1; `act(sum + bias)`."""
+    sides or on each (`contract.windows`), windows `stride` rows and `stride_x` columns apart (0 =
+    stride), Ho = (H + padding - kh) / stride + 1; `act(sum + bias)`."""
     ROWS_CONCAT = 11
     """a (R1, D) or -1, b (R2, D) or -1; weight (R', D) or -1 -> (R1+R2, D), fixed rows only.
     Exactly one of a, b may be -1: the f32 weight takes its place."""
@@ -144,8 +146,7 @@ class Op(IntEnum):
     """As RECURRENT with weight f32; only here the kind may be GRU_RESET_BEFORE."""
     CONV_DEPTHWISE = 33
     """x (N*H*W, C); weight f32 (kh*kw, C), [bias f32 (C)] -> (N*Ho*Wo, C): every channel by itself,
-    otherwise as CONV2D. Rows of windows are `stride` apart, columns stride_x (0 = stride). Taps in
-    the padding are left out."""
+    otherwise as CONV2D. Taps in the padding are left out."""
     PACK = 34
     """x (R, C) -> values (R, C), mask i32 (R, W), W = ceil(C / 32): act(x) without its zeros. Bit
     i % 32 of word i / 32 of a row is set where element i is not +0; these elements stand in order
@@ -155,6 +156,13 @@ class Op(IntEnum):
     with x the rows that PACK packed, act(x + b), act(x * b), act(x - b) or NORM of x with gamma,
     [beta] and eps, as kind = PackedKind says. MUL of neither b nor weight is x * x. Of a row only
     as many values are read as its mask has bits below C."""
+    SPARSE_CONV = 36
+    """As CONV2D of which few taps are stored: x (N*H*W, Ci); taps f32 (S, 16), first i32
+    (2, P + 1), runs i32 (R, 2), [bias f32 (Co)], P = ceil(Co / 16). Output channels 16 p to
+    16 p + 15 sum over the taps of runs first[0, p] to first[0, p + 1] alone: a run (place, count)
+    is `count` taps from `place` on in (ky, kx, ci) order, within one ky, after the runs before it.
+    Its taps stand in `taps` in order, those of a panel from first[1, p] on, one column per channel;
+    columns of channels beyond Co are not used. Runs that are not like this are a run-time error."""
     REF_MOVE = 128
     """Reference operations work on flat operands as their geometry, weight i32 0, says; the layout
     is in `compiler.contract.reference`. Sources are inputs or further weights, f32 or i32.
@@ -324,6 +332,8 @@ class Param:
 
 MAX_DIM: Final = 1 << 20
 MAX_PARAMS: Final = 8
+MAX_WINDOW: Final = 4096
+"""Rows or columns of the window of a convolution, and from one window to the next."""
 MAX_CHECKED_GROUPS: Final = 256
 """Groups of 32 columns that a linear operation can have."""
 _FLOAT_MAX: Final = 3.0e38
@@ -339,13 +349,14 @@ def _act() -> Param:
 
 def _windows() -> tuple[Param, ...]:
     return (
-        Param("kh", 1, 64),
-        Param("kw", 1, 64),
-        Param("stride", 1, 64),
-        Param("pad", 0, 64),
+        Param("kh", 1, MAX_WINDOW),
+        Param("kw", 1, MAX_WINDOW),
+        Param("stride", 1, MAX_WINDOW),
+        Param("pad", 0, MAX_PAD_CODE),
         _act(),
         Param("H", 1, MAX_DIM),
         Param("W", 1, MAX_DIM),
+        Param("stride_x", 0, MAX_WINDOW, 0),
     )
 
 
@@ -386,7 +397,8 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
         ),
         Op.PRUNE: (Param("k", 1, MAX_DIM), Param("score_offset", 0, MAX_DIM, 0)),
         Op.CONV2D: _windows(),
-        Op.CONV_DEPTHWISE: (*_windows(), Param("stride_x", 0, 64, 0)),
+        Op.CONV_DEPTHWISE: _windows(),
+        Op.SPARSE_CONV: _windows(),
         Op.ROWS_CONCAT: (),
         Op.ROWS_SLICE: (Param("start", -1, MAX_DIM), Param("count", -1, MAX_DIM)),
         Op.ADD: (_act(),),

@@ -23,6 +23,7 @@ OP_KINDS: Final[Mapping[Op, CallKind]] = MappingProxyType(
         Op.ATTENTION: CallKind.ATTENTION,
         Op.CONV2D: CallKind.CONV,
         Op.CONV_DEPTHWISE: CallKind.CONV,
+        Op.SPARSE_CONV: CallKind.CONV,
     }
 )
 """Kinds of calls by operation; others are OTHER."""

@@ -30,6 +30,7 @@ from xdsl.irdl import (
 )
 from xdsl.traits import Pure
 
+from compiler.contract.windows import Window
 from compiler.dialects.dims import Dim
 from compiler.dialects.encoding import EncodingAttr
 from compiler.dialects.invariant import SparsityInvariant
@@ -194,8 +195,8 @@ class NormOp(IRDLOperation):
 class Conv2dOp(IRDLOperation):
     """Convolution of images in HWC order: x (N*H*W, Ci), weight (Co, kh*kw*Ci) in (ky, kx, ci).
 
-    Depthwise is weight (Ci, kh*kw): every channel by itself. A seventh number of its geometry is
-    the stride across, if that is not the stride down.
+    Depthwise is weight (Ci, kh*kw): every channel by itself. Numbers of the geometry are those of
+    `compiler.contract.windows`; a seventh is the stride across, if that is not the stride down.
     """
 
     name = "sp.conv2d"
@@ -217,14 +218,15 @@ class Conv2dOp(IRDLOperation):
         *,
         act: str = "none",
     ) -> None:
-        height, width, kh, kw, stride, pad, *across = geometry
-        images = shape_of(x)[0].constant // (height * width)
-        columns = (width + 2 * pad - kw) // (*across, stride)[0] + 1
-        rows = ((height + 2 * pad - kh) // stride + 1) * columns
+        window = Window.of(dict(zip(self.FIELDS, geometry, strict=False)))
+        images = shape_of(x)[0].constant // (window.height * window.width)
+        rows, columns = window.out
         super().__init__(
             operands=[x, weight, bias],
             properties={"geometry": integers(geometry), "act": StringAttr(act)},
-            result_types=[tensor_type(dtype_of(x), [Dim(images * rows), shape_of(weight)[0]])],
+            result_types=[
+                tensor_type(dtype_of(x), [Dim(images * rows * columns), shape_of(weight)[0]])
+            ],
         )
 
     def parameters(self) -> dict[str, int]:
@@ -244,7 +246,7 @@ class Conv2dOp(IRDLOperation):
         require(self.act.data in ACTS, self, f"unknown act {self.act.data!r}")
         images, rest = divmod(x[0].constant, p["H"] * p["W"])
         require(x[0].is_static and images > 0 and not rest, self, "rows are not whole images")
-        dense = weight[1] == x[1].times(p["kh"] * p["kw"]) and "stride_x" not in p
+        dense = weight[1] == x[1].times(p["kh"] * p["kw"])
         require(dense or self.is_depthwise, self, "weight columns do not fit")
 
 

@@ -49,6 +49,7 @@ _SHARED_PARTS: Final = (
     (registry.GELU_USERS, registry.GELU_TEMPLATE),
     (registry.PRUNE_USERS, registry.PRUNE_TEMPLATE),
     (registry.RECURRENT_USERS, registry.RECURRENT_TEMPLATE),
+    (registry.WINDOW_USERS, registry.WINDOW_TEMPLATE),
 )
 _TAG: Final = {"block": TAG_BLOCK, "words": TAG_WORDS, "key_bytes": TAG_KEY_BYTES}
 _STEERING: Final = {

@@ -11,6 +11,8 @@ from compiler.contract.operations import Op
 W4_TEMPLATE: Final = "templates/w4.c.in"
 GELU_TEMPLATE: Final = "templates/gelu.c.in"
 GELU_USERS: Final = frozenset({Op.EXPERTS, Op.UNARY})
+WINDOW_TEMPLATE: Final = "templates/conv_window.c.in"
+WINDOW_USERS: Final = frozenset({Op.CONV2D, Op.CONV_DEPTHWISE, Op.SPARSE_CONV})
 KV_TEMPLATE: Final = "templates/kv_codes.c.in"
 ROUTE_TEMPLATE: Final = "templates/route_choice.c.in"
 PRUNE_TEMPLATE: Final = "templates/prune_choice.c.in"
@@ -112,6 +114,7 @@ def _specs() -> tuple[KernelSpec, ...]:
         KernelSpec(Op.CONV_DEPTHWISE, "templates/depthwise.c.in"),
         KernelSpec(Op.PACK, "templates/packed.c.in"),
         KernelSpec(Op.PACKED, "templates/packed.c.in"),
+        KernelSpec(Op.SPARSE_CONV, "templates/sparse_conv.c.in", scratch=True),
     )
 
 

@@ -1,5 +1,7 @@
 """Operations on images (N, C, H, W) that may as well work on (N, H, W, C): one row per kind.
 
+A line (N, C, W) counts as an image, too.
+
 `layout_cut` asks `can_turn`, `sink_layouts` calls `turned`. A row changes axes and the order of
 elements, never which elements meet nor in which order they are added, so every element keeps its
 bits. Sizes must be fixed. Left out: what has no kernel on channels last (REF_CONV, pools of
@@ -20,54 +22,60 @@ from compiler.contract.operations import MAX_DIM
 from compiler.dialects.movement import ConcatOp, ReshapeOp, SliceOp, TransposeOp
 from compiler.dialects.properties import integer
 from compiler.dialects.sp import BinaryOp, OnnxOp, UnaryOp
-from compiler.dialects.types import dtype_of, shape_of, tensor_type
+from compiler.dialects.types import Tensor, dtype_of, shape_of, tensor_type
 from compiler.passes.base import PassContext
 from compiler.passes.match import attr
 from compiler.passes.reference_nn import folded_batch_norm
 from compiler.passes.reference_rows import EACH_ELEMENT, REDUCTIONS
 from compiler.passes.rewriting import insert_before
 
-IMAGE_RANK: Final = 4
-CHANNEL_LAST: Final = (0, 2, 3, 1)
-CHANNEL_FIRST: Final = (0, 3, 1, 2)
+IMAGE_RANKS: Final = (3, 4)
 _GLOBAL_POOLS: Final = MappingProxyType(
     {"GlobalAveragePool": "ReduceMean", "GlobalMaxPool": "ReduceMax"}
 )
-_PLANE: Final = [2, 3]
+
+
+def channel_last(rank: int) -> tuple[int, ...]:
+    """Return the permutation from (N, C, [H,] W) to (N, [H,] W, C)."""
+    return (0, *range(2, rank), 1)
+
+
+def channel_first(rank: int) -> tuple[int, ...]:
+    """Return the permutation from (N, [H,] W, C) to (N, C, [H,] W)."""
+    return (0, rank - 1, *range(1, rank - 1))
 
 
 def is_image(value: SSAValue) -> bool:
-    """Return whether a tensor has four axes of fixed size."""
+    """Return whether a tensor has three or four axes of fixed size."""
     shape = shape_of(value)
-    return len(shape) == IMAGE_RANK and all(dim.is_static for dim in shape)
+    return len(shape) in IMAGE_RANKS and all(dim.is_static for dim in shape)
 
 
 def sizes_of(value: SSAValue) -> tuple[int, ...]:
-    """Return the sizes of a tensor that `is_image`."""
+    """Return the sizes of a tensor whose sizes are fixed."""
     return tuple(dim.constant for dim in shape_of(value))
 
 
 def is_neutral(value: SSAValue) -> bool:
     """Return whether an image has the same flat order either way: one channel or one pixel."""
-    _, channels, height, width = sizes_of(value)
-    return channels == 1 or height * width == 1
+    _, channels, *spatial = sizes_of(value)
+    return channels == 1 or prod(spatial) == 1
 
 
 def to_last(image: SSAValue) -> ReshapeOp | TransposeOp:
     """Return the movement of (N, C, H, W) to (N, H, W, C)."""
-    return _reordered(image, CHANNEL_LAST)
+    shape, perm = shape_of(image), channel_last(len(shape_of(image)))
+    if is_neutral(image):
+        return ReshapeOp(image, [shape[p] for p in perm])
+    return TransposeOp(image, perm)
 
 
 def to_first(image: SSAValue) -> ReshapeOp | TransposeOp:
     """Return the movement of (N, H, W, C) to (N, C, H, W)."""
-    return _reordered(image, CHANNEL_FIRST)
-
-
-def _reordered(image: SSAValue, perm: tuple[int, ...]) -> ReshapeOp | TransposeOp:
-    sizes = sizes_of(image)
-    first = sizes if perm == CHANNEL_LAST else tuple(sizes[p] for p in CHANNEL_FIRST)
-    if first[1] == 1 or first[2] * first[3] == 1:
-        return ReshapeOp(image, [shape_of(image)[p] for p in perm])
+    shape, perm = shape_of(image), channel_first(len(shape_of(image)))
+    _, *spatial, channels = sizes_of(image)
+    if channels == 1 or prod(spatial) == 1:
+        return ReshapeOp(image, [shape[p] for p in perm])
     return TransposeOp(image, perm)
 
 
@@ -94,15 +102,15 @@ class Turning:
         """Return a constant operand."""
         return self.add(self.ctx.constants.add(array)).results[0]
 
-    def operand(self, value: SSAValue) -> SSAValue:
-        """Return an operand of an elementwise operation with channels last."""
+    def operand(self, value: SSAValue, rank: int) -> SSAValue:
+        """Return an operand of an operation on images of `rank` axes with channels last."""
         shape = shape_of(value)
         array = self.ctx.constants.get(value)
-        if len(shape) < IMAGE_RANK and all(dim.constant == 1 for dim in shape):
+        if len(shape) < rank and all(dim.constant == 1 for dim in shape):
             return value
         if array is not None:
-            whole = array.reshape((1,) * (IMAGE_RANK - array.ndim) + array.shape)
-            return self.constant(whole.transpose(CHANNEL_LAST))
+            whole = array.reshape((1,) * (rank - array.ndim) + array.shape)
+            return self.constant(whole.transpose(channel_last(rank)))
         return self.image(value)
 
     def image(self, value: SSAValue) -> SSAValue:
@@ -120,7 +128,7 @@ def can_turn(op: Operation, ctx: PassContext) -> bool:
         return False
     extra = [result for result in op.results[1:] if result.first_use is not None]
     images = [sizes_of(value) for value in (*op.operands, *op.results) if is_image(value)]
-    fits = all(n * height * width <= MAX_DIM for n, _, height, width in images)
+    fits = all(n * prod(spatial) <= MAX_DIM for n, _, *spatial in images)
     return not extra and fits and rule.fits(op, ctx)
 
 
@@ -143,13 +151,15 @@ def _copy(
     properties: Mapping[str, Attribute] | None = None,
 ) -> SSAValue:
     """Insert `op` over other operands; its results are images with channels last."""
-    types = [
-        tensor_type(dtype_of(r), [shape_of(r)[p] for p in CHANNEL_LAST]) if is_image(r) else r.type
-        for r in op.results
-    ]
+    types = [_turned_type(r) if is_image(r) else r.type for r in op.results]
     given = {**op.properties, **(properties or {})}
     made = type(op).create(operands=list(operands), result_types=types, properties=given)
     return state.add(made).results[0]
+
+
+def _turned_type(image: SSAValue) -> Tensor:
+    shape = shape_of(image)
+    return tensor_type(dtype_of(image), [shape[p] for p in channel_last(len(shape))])
 
 
 def _with_attrs(op: Operation, **changed: Attribute) -> dict[str, Attribute]:
@@ -164,18 +174,20 @@ def _broadcasts(op: Operation, ctx: PassContext) -> bool:
     """Return whether operands are images, numbers, or constants of fewer axes."""
     if not is_image(op.results[0]):
         return False
+    rank = len(shape_of(op.results[0]))
     for value in op.operands:
         shape = shape_of(value)
-        if not all(dim.is_static for dim in shape) or len(shape) > IMAGE_RANK:
+        if not all(dim.is_static for dim in shape) or len(shape) > rank:
             return False
         fixed = ctx.constants.get(value) is not None or prod(d.constant for d in shape) == 1
-        if len(shape) < IMAGE_RANK and not fixed:
+        if len(shape) < rank and not fixed:
             return False
     return True
 
 
 def _each(op: Operation, state: Turning) -> SSAValue:
-    return _copy(op, [state.operand(value) for value in op.operands], state)
+    rank = len(shape_of(op.results[0]))
+    return _copy(op, [state.operand(value, rank) for value in op.operands], state)
 
 
 def _is_fixed_norm(op: Operation, ctx: PassContext) -> bool:
@@ -191,7 +203,7 @@ def _batch_norm(op: Operation, state: Turning) -> SSAValue:
     scale, offset = folded_batch_norm(arrays, epsilon if isinstance(epsilon, float) else 1e-5)
     x = state.image(op.operands[0])
     for kind, vector in (("mul", scale), ("add", offset)):
-        b = state.constant(vector.reshape(1, 1, 1, -1))
+        b = state.constant(vector.reshape(*[1] * (len(shape_of(x)) - 1), -1))
         x = state.add(BinaryOp(x, b, kind=kind)).results[0]
     return x
 
@@ -199,9 +211,10 @@ def _batch_norm(op: Operation, state: Turning) -> SSAValue:
 # ---- axes ----
 
 
-def _axis(axis: int) -> int:
-    """Return where an axis of (N, C, H, W) is in (N, H, W, C)."""
-    return CHANNEL_LAST.index(axis % IMAGE_RANK)
+def _axis(axis: int, op: Operation) -> int:
+    """Return where an axis of the image that `op` reads is with channels last."""
+    rank = len(shape_of(op.operands[0]))
+    return channel_last(rank).index(axis % rank)
 
 
 def _has_image(op: Operation, _ctx: PassContext) -> bool:
@@ -211,8 +224,9 @@ def _has_image(op: Operation, _ctx: PassContext) -> bool:
 def _along(op: Operation, state: Turning) -> SSAValue:
     """Join or slice along the axis where it is now."""
     assert isinstance(op, ConcatOp | SliceOp)
-    moved = integer(_axis(op.axis.value.data))
-    return _copy(op, [state.operand(value) for value in op.operands], state, {"axis": moved})
+    moved, rank = integer(_axis(op.axis.value.data, op)), len(shape_of(op.results[0]))
+    operands = [state.operand(value, rank) for value in op.operands]
+    return _copy(op, operands, state, {"axis": moved})
 
 
 def _keeps_places(op: Operation, _ctx: PassContext) -> bool:
@@ -221,20 +235,23 @@ def _keeps_places(op: Operation, _ctx: PassContext) -> bool:
     axes = attr(op, "axes")
     if not isinstance(axes, list) or not axes or len(op.operands) != 1:
         return False
-    return is_image(op.results[0]) or sorted(int(a) % IMAGE_RANK for a in axes) == _PLANE
+    rank = len(shape_of(op.operands[0]))
+    spatial = sorted(int(axis) % rank for axis in axes) == list(range(2, rank))
+    return spatial or len(shape_of(op.results[0])) == rank
 
 
 def _reduce(op: Operation, state: Turning) -> SSAValue:
     assert isinstance(op, OnnxOp)
     axes = attr(op, "axes")
     assert isinstance(axes, list)
-    moved = ArrayAttr([integer(_axis(int(axis))) for axis in axes])
+    moved = ArrayAttr([integer(_axis(int(axis), op)) for axis in axes])
     return _copy(op, [state.image(op.operands[0])], state, _with_attrs(op, axes=moved))
 
 
 def _global_pool(op: Operation, state: Turning) -> SSAValue:
     assert isinstance(op, OnnxOp)
-    axes = ArrayAttr([integer(_axis(axis)) for axis in _PLANE])
+    rank = len(shape_of(op.operands[0]))
+    axes = ArrayAttr([integer(axis) for axis in range(1, rank - 1)])
     properties = {
         **_with_attrs(op, axes=axes, keepdims=integer(1)),
         "op": StringAttr(_GLOBAL_POOLS[op.op.data]),
@@ -253,16 +270,16 @@ def _resize(op: Operation, state: Turning) -> SSAValue:
     """Resize along the axes where they are now; scales given for all axes move with them."""
     assert isinstance(op, OnnxOp)
     axes, operands = attr(op, "axes"), [state.image(op.operands[0])]
-    named = isinstance(axes, list) and bool(axes)
+    named, rank = isinstance(axes, list) and bool(axes), len(shape_of(op.operands[0]))
     for value in op.operands[1:]:
         array = state.ctx.constants.get(value)
         assert array is not None
-        whole = array.size == IMAGE_RANK and not named
-        operands.append(state.constant(array[list(CHANNEL_LAST)]) if whole else value)
+        whole = array.size == rank and not named
+        operands.append(state.constant(array[list(channel_last(rank))]) if whole else value)
     properties: dict[str, Attribute] = {}
     if named:
         assert isinstance(axes, list)
-        moved = ArrayAttr([integer(_axis(int(axis))) for axis in axes])
+        moved = ArrayAttr([integer(_axis(int(axis), op)) for axis in axes])
         properties = _with_attrs(op, axes=moved)
     return _copy(op, operands, state, properties)
 
@@ -277,7 +294,8 @@ def _pad(op: Operation, state: Turning) -> SSAValue:
     """Pad as before; amounts are (before, after) of all axes."""
     amounts = state.ctx.constants.get(op.operands[1])
     assert amounts is not None
-    both = amounts.reshape(2, IMAGE_RANK)[:, list(CHANNEL_LAST)].reshape(-1)
+    rank = len(shape_of(op.operands[0]))
+    both = amounts.reshape(2, rank)[:, list(channel_last(rank))].reshape(-1)
     operands = [state.image(op.operands[0]), state.constant(both), *op.operands[2:]]
     return _copy(op, operands, state)
 

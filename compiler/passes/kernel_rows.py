@@ -11,6 +11,7 @@ import numpy as np
 from xdsl.ir import Operation, SSAValue
 
 from compiler.analysis.constants import Array
+from compiler.analysis.conv_runs import worthwhile
 from compiler.dialects.dims import Dim
 from compiler.dialects.mm import (
     AttentionOp,
@@ -228,16 +229,19 @@ def _prune_top_p(op: PruneTopPOp, sel: Selection) -> Values:
 
 
 def _conv2d(op: Conv2dOp, sel: Selection) -> Values:
-    weight = sel.array(op.weight)
-    if op.is_depthwise and weight is not None:
-        weight = np.ascontiguousarray(weight.T)
-    return sel.call(
-        Op.CONV_DEPTHWISE if op.is_depthwise else Op.CONV2D,
-        [sel.matrix(op.x)],
-        [sel.weight(weight), sel.weight(sel.array(op.bias))],
-        {**op.parameters(), "act": ACTS[op.act.data]},
-        [sel.result_type(op.result)],
-    )
+    weight, bias = sel.array(op.weight), sel.weight(sel.array(op.bias))
+    assert weight is not None
+    params: dict[str, int | float] = {**op.parameters(), "act": ACTS[op.act.data]}
+    row = weight.shape[1] // int(params["kh"])
+    runs = None if op.is_depthwise else worthwhile(weight, row)
+    if runs is not None:
+        stored = [sel.weight(part) for part in (runs.taps, runs.first, runs.runs)]
+        kind, held = Op.SPARSE_CONV, [*stored, bias]
+    elif op.is_depthwise:
+        kind, held = Op.CONV_DEPTHWISE, [sel.weight(np.ascontiguousarray(weight.T)), bias]
+    else:
+        kind, held = Op.CONV2D, [sel.weight(weight), bias]
+    return sel.call(kind, [sel.matrix(op.x)], held, params, [sel.result_type(op.result)])
 
 
 def _concat(op: ConcatOp, sel: Selection) -> Values:

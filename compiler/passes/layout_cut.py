@@ -12,7 +12,7 @@ kernels read matrices whose rows are pixels. Called by `sink_layouts`; changes n
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Final
 
@@ -24,9 +24,9 @@ from compiler.dialects.movement import ReshapeOp, TransposeOp
 from compiler.dialects.types import shape_of
 from compiler.passes.base import PassContext
 from compiler.passes.channel_last import (
-    CHANNEL_FIRST,
-    CHANNEL_LAST,
     can_turn,
+    channel_first,
+    channel_last,
     is_image,
     is_neutral,
     sizes_of,
@@ -76,7 +76,7 @@ def _made_last(value: SSAValue) -> bool:
     Of a value that is one either way, only a transposition says which it is meant to be.
     """
     if is_neutral(value):
-        return _transposes(value.owner, CHANNEL_FIRST)
+        return _transposes(value.owner, channel_first)
     chain: list[Operation] = []
     leaf = value
     while isinstance(leaf.owner, _MOVES):
@@ -85,14 +85,14 @@ def _made_last(value: SSAValue) -> bool:
     if not chain or not _is_fixed(leaf):
         return False
     order = _moved(np.arange(prod(sizes_of(leaf))).reshape(sizes_of(leaf)), chain[::-1])
-    return _is_flat(order.transpose(CHANNEL_LAST))
+    return _is_flat(order.transpose(channel_last(order.ndim)))
 
 
 def _read_last(use: Use) -> bool:
     """Return whether a movement chain makes of the value a view of it with channels last."""
     user = use.operation
     if is_neutral(user.operands[use.index]):
-        return _transposes(user, CHANNEL_LAST)
+        return _transposes(user, channel_last)
     chain: list[Operation] = []
     while isinstance(user, _MOVES) and _is_fixed(user.results[0]):
         chain.append(user)
@@ -103,12 +103,15 @@ def _read_last(use: Use) -> bool:
     if not chain:
         return False
     sizes = sizes_of(chain[0].operands[0])
-    numbers = np.arange(prod(sizes)).reshape([sizes[p] for p in CHANNEL_LAST])
-    return _is_flat(_moved(numbers.transpose(CHANNEL_FIRST), chain))
+    numbers = np.arange(prod(sizes)).reshape([sizes[p] for p in channel_last(len(sizes))])
+    return _is_flat(_moved(numbers.transpose(channel_first(len(sizes))), chain))
 
 
-def _transposes(owner: object, perm: tuple[int, ...]) -> bool:
-    return isinstance(owner, TransposeOp) and tuple(owner.perm.get_values()) == perm
+def _transposes(owner: object, perm: Callable[[int], tuple[int, ...]]) -> bool:
+    if not isinstance(owner, TransposeOp):
+        return False
+    given = tuple(owner.perm.get_values())
+    return given == perm(len(given))
 
 
 def _is_fixed(value: SSAValue) -> bool:

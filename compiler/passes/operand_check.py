@@ -35,6 +35,8 @@ def weight_kinds(op: Op, storage: str = QUANTISE_W4) -> tuple[str, ...]:
             return "w4", "f32", "f32", "f32"
         case Op.LINEAR_W8:
             return "w8", "f32", "f32", "f32"
+        case Op.SPARSE_CONV:
+            return "f32", "i32", "i32", "f32"
         case Op.MOE_LAYER:
             return "f32", "f32", "f32", "f32", *expert_parts(storage)[:2]
         case _:

@@ -10,31 +10,34 @@ After:
 
 The two layout changes are movement; between convolutions, and before the usual "flatten and
 transpose to tokens", they cancel. Several images are rows one after the other, (N*H*W, C). A group
-for every channel (depthwise) has w' (C, kh*kw), and there the strides may differ by axis. Left out:
-other groups, dilation, padding that differs by side, a dense one whose strides differ.
+for every channel (depthwise) has w' (C, kh*kw). A line (N, C, W) is an image of one row. Left out:
+other groups, dilation, more axes, and sizes beyond those of a call.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar
 
 import numpy as np
 from xdsl.dialects.builtin import ModuleOp
 from xdsl.ir import Operation, SSAValue
 
+from compiler.contract.operations import MAX_DIM, MAX_WINDOW
+from compiler.contract.windows import MAX_PAD, Window, pad_code
 from compiler.dialects.dims import Dim
 from compiler.dialects.movement import ReshapeOp, TransposeOp
 from compiler.dialects.sp import Conv2dOp, OnnxOp
 from compiler.dialects.types import shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.channel_last import CHANNEL_FIRST, CHANNEL_LAST
+from compiler.passes.channel_last import channel_first, channel_last
 from compiler.passes.match import attr, onnx, single_use
 from compiler.passes.rewriting import insert_before, replace, sweep
 
 
 @dataclass(frozen=True)
 class RaiseConv(Pass):
-    """Recognise plain and depthwise 2-D convolutions and a ReLU behind them."""
+    """Recognise plain and depthwise convolutions of planes and lines, and a ReLU behind them."""
 
     name: ClassVar[str] = "raise-conv"
 
@@ -53,9 +56,9 @@ def _raise(op: Operation, ctx: PassContext) -> int:
     if geometry is None or weight is None or (third is not None and bias is None):
         return 0
     end, act = _with_relu(op)
-    filters = np.ascontiguousarray(weight.transpose(0, 2, 3, 1).reshape(weight.shape[0], -1))
+    filters = np.moveaxis(weight, 1, -1).reshape(weight.shape[0], -1)
     to_rows = _to_rows(op.arguments[0])
-    constants = [ctx.constants.add(filters)]
+    constants = [ctx.constants.add(np.ascontiguousarray(filters))]
     if bias is not None:
         constants.append(ctx.constants.add(bias))
     conv = Conv2dOp(
@@ -72,43 +75,57 @@ def _raise(op: Operation, ctx: PassContext) -> int:
 
 
 def _to_rows(images: SSAValue) -> list[ReshapeOp | TransposeOp]:
-    """Return the way from (N, C, H, W) to (N*H*W, C)."""
-    count, channels, height, width = shape_of(images)
-    pixels = Dim(count.constant * height.constant * width.constant)
-    last = TransposeOp(images, CHANNEL_LAST)
-    return [last, ReshapeOp(last.result, (pixels, channels))]
+    """Return the way from (N, C, [H,] W) to (N*H*W, C)."""
+    shape = shape_of(images)
+    pixels = Dim(prod(dim.constant for dim in (shape[0], *shape[2:])))
+    last = TransposeOp(images, channel_last(len(shape)))
+    return [last, ReshapeOp(last.result, (pixels, shape[1]))]
 
 
 def _to_images(rows: SSAValue, shape: Sequence[Dim]) -> list[ReshapeOp | TransposeOp]:
-    """Return the way back from (N*H*W, C) to (N, C, H, W)."""
-    count, channels, height, width = shape
-    last = ReshapeOp(rows, (count, height, width, channels))
-    return [last, TransposeOp(last.result, CHANNEL_FIRST)]
+    """Return the way back from (N*H*W, C) to (N, C, [H,] W)."""
+    last = ReshapeOp(rows, (shape[0], *shape[2:], shape[1]))
+    return [last, TransposeOp(last.result, channel_first(len(shape)))]
 
 
 def _geometry(op: OnnxOp) -> tuple[int, ...] | None:
-    """Return H, W, kh, kw, stride, pad, or None if one number is not enough for each.
+    """Return H, W, kh, kw, stride, pad and stride across of `contract.windows`; None if no kernel.
 
-    A depthwise convolution may have its stride across as a seventh.
+    A line is an image of one row. The stride across is left out where it is the stride down.
     """
     shape, kernel = (shape_of(value) for value in op.arguments[:2])
     strides, dilations, pads = (attr(op, key) for key in ("strides", "dilations", "pads"))
-    if len(shape) != 4 or not shape[0].is_static:
+    if len(shape) not in (3, 4) or not all(dim.is_static for dim in (*shape, *kernel)):
         return None
-    is_plain = attr(op, "group") == 1
-    if not is_plain and not (kernel[1] == Dim(1) and kernel[0] == shape[1]):
+    if attr(op, "group") != 1 and not (kernel[1] == Dim(1) and kernel[0] == shape[1]):
         return None
-    if not all(isinstance(item, list) for item in (strides, dilations, pads)):
+    if not (isinstance(strides, list) and isinstance(dilations, list) and isinstance(pads, list)):
         return None
-    assert isinstance(strides, list)
-    assert isinstance(pads, list)
-    if len(strides) != 2 or len(set(pads)) != 1 or dilations != [1, 1]:
+    spatial = len(shape) - 2
+    sides = [*_plane(pads[:spatial], 0), *_plane(pads[spatial:], 0)]
+    if any(gap != 1 for gap in dilations) or not all(0 <= side <= MAX_PAD for side in sides):
         return None
-    across = strides[1:] if strides[0] != strides[1] else []
-    if across and is_plain:
-        return None
-    height, width = shape[2].constant, shape[3].constant
-    return (height, width, kernel[2].constant, kernel[3].constant, strides[0], pads[0], *across)
+    height, width = _plane([dim.constant for dim in shape[2:]], 1)
+    kh, kw = _plane([dim.constant for dim in kernel[2:]], 1)
+    down, across = _plane(strides, strides[-1])
+    geometry = (height, width, kh, kw, down, pad_code(*sides), *[across] * (across != down))
+    return geometry if _is_within_limits(geometry, shape[0].constant, kernel) else None
+
+
+def _plane(sizes: Sequence[int], first: int) -> tuple[int, int]:
+    """Return the numbers of a plane's two axes; `first` is that of a line's missing one."""
+    down, across = (first, *sizes)[-2:]
+    return down, across
+
+
+def _is_within_limits(geometry: Sequence[int], images: int, kernel: Sequence[Dim]) -> bool:
+    """Return whether the numbers of a call may be as large."""
+    window = Window.of(dict(zip(Conv2dOp.FIELDS, geometry, strict=False)))
+    if not window.fits or max(window.kh, window.kw, window.down, window.across) > MAX_WINDOW:
+        return False
+    taps = prod(dim.constant for dim in kernel[1:])
+    rows = images * max(window.height * window.width, prod(window.out))
+    return max(rows, taps, kernel[0].constant) <= MAX_DIM
 
 
 def _with_relu(op: OnnxOp) -> tuple[OnnxOp, str]:

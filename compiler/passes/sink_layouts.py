@@ -21,8 +21,9 @@ from xdsl.dialects.func import FuncOp
 from xdsl.ir import Operation, SSAValue
 
 from compiler.dialects.movement import TransposeOp
+from compiler.dialects.types import shape_of
 from compiler.passes.base import Pass, PassContext, PassResult
-from compiler.passes.channel_last import CHANNEL_LAST, Turning, is_image, to_first, turned
+from compiler.passes.channel_last import Turning, channel_last, is_image, to_first, turned
 from compiler.passes.functions import functions
 from compiler.passes.layout_cut import operations_to_turn
 from compiler.passes.rewriting import erase_dead, insert_before, replace
@@ -61,6 +62,7 @@ def _sink(func: FuncOp, ctx: PassContext) -> int:
 
 def _cancel(back: Operation, made: SSAValue, ctx: PassContext) -> None:
     """Let what moves an image to channels last again read what stands there already."""
+    perm = channel_last(len(shape_of(made)))
     for user in dict.fromkeys(use.operation for use in back.results[0].uses):
-        if isinstance(user, TransposeOp) and tuple(user.perm.get_values()) == CHANNEL_LAST:
+        if isinstance(user, TransposeOp) and tuple(user.perm.get_values()) == perm:
             replace(user, [made], ctx.origins)

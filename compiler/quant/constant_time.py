@@ -5,7 +5,8 @@
 `compile --constant-time` asks for it. What a plan does then depends on its shapes, on how many
 tokens a run has and on which experts a router chose, never on values: every weight is read whole,
 no zero is looked for, and the kernels choose by masks. Such a bundle has no entropy bands, and its
-policy is fixed: the device measures nothing to choose by. Results keep their bits, because every
+policy is fixed: the device measures nothing to choose by. Convolutions by live taps become such by
+all taps. Results keep their bits, because every
 layout and every check gives the bits of the dense product.
 
 Protected: activations, and the values and zeros of weights. Not protected, because each of them is
@@ -22,9 +23,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
+from compiler.analysis.conv_runs import Runs, all_taps
 from compiler.contract.operations import Op
 from compiler.errors import UnsupportedOperatorError
-from compiler.kernels.program import DENSE, Call, Module, Weight, call_params
+from compiler.kernels.program import ABSENT, DENSE, Call, Module, Weight, call_params
 
 CONSTANT_TIME: Final = frozenset(
     {
@@ -55,12 +57,56 @@ def constant_time(module: Module) -> Module:
     Raises:
         UnsupportedOperatorError: An operation goes where values say; the message names it.
     """
+    module = _every_tap(module)
     _require_known(module.ops)
     programs = tuple(
         replace(program, calls=tuple(map(_unchecked, program.calls))) for program in module.programs
     )
     weights = tuple(map(_whole, module.weights))
     return replace(module, programs=programs, weights=weights)
+
+
+def _every_tap(module: Module) -> Module:
+    """Return the module with convolutions by live taps as convolutions by all."""
+    weights = {weight.id: weight for weight in module.weights}
+    if Op.SPARSE_CONV not in module.ops:
+        return module
+
+    def whole(call: Call) -> Call:
+        if call.op is not Op.SPARSE_CONV:
+            return call
+        params = call_params(call)
+        channels = module.buffers[call.outputs[0]].cols
+        depth = module.buffers[call.inputs[0]].cols
+        parts = [weights[at].array for at in call.weights[:3]]
+        taps = all_taps(Runs(*parts), channels, int(params["kh"] * params["kw"]) * depth)
+        number = max(weights) + 1
+        weights[number] = replace(weights[call.weights[0]], id=number, array=taps)
+        return replace(call, op=Op.CONV2D, weights=(number, *call.weights[3:]))
+
+    programs = [
+        replace(program, calls=tuple(map(whole, program.calls))) for program in module.programs
+    ]
+    return _renumbered(replace(module, programs=tuple(programs), weights=tuple(weights.values())))
+
+
+def _renumbered(module: Module) -> Module:
+    """Return the module without weights that no call reads."""
+    read = {at for program in module.programs for call in program.calls for at in call.weights}
+    kept = [weight for weight in module.weights if weight.id in read]
+    numbers = {weight.id: at for at, weight in enumerate(kept)} | {ABSENT: ABSENT}
+    programs = [
+        replace(
+            program,
+            calls=tuple(
+                replace(call, weights=tuple(numbers[at] for at in call.weights))
+                for call in program.calls
+            ),
+        )
+        for program in module.programs
+    ]
+    weights = tuple(replace(weight, id=at) for at, weight in enumerate(kept))
+    return replace(module, programs=tuple(programs), weights=weights)
 
 
 def _require_known(ops: Iterable[Op]) -> None:

@@ -264,6 +264,7 @@ _RULES: Final[Mapping[Op, Callable[[_Run, Call], int]]] = MappingProxyType(
         Op.LINEAR_W8: _linear,
         Op.CONV2D: _conv,
         Op.CONV_DEPTHWISE: _conv,
+        Op.SPARSE_CONV: _conv,
         Op.ATTENTION: _attention,
         Op.ATTENTION_ROW: _scores,
         Op.ATTENTION_SCORE: _scores,

@@ -18,6 +18,7 @@ from compiler.contract.operations import NormKind, Op, PackedKind, UnaryKind
 from compiler.contract.plan_format import GROUP
 from compiler.simulator import experts as moe
 from compiler.simulator.attention import attention, attention_row, heads_of, rope
+from compiler.simulator.convolution import conv2d, depthwise, sparse_conv
 from compiler.simulator.numerics import act, relu, silu, tanh
 from compiler.simulator.pruning import (
     TopP,
@@ -33,9 +34,6 @@ from compiler.simulator.step import Cache, Results, Step, best, softmax_terms, t
 __all__ = ["OPERATIONS", "Array", "Cache", "Results", "Step"]
 
 Array = NDArray[Any]
-
-WINDOW_ELEMENTS: Final = 1 << 20
-"""Elements of a convolution's windows that are laid out at a time, a row of windows at least."""
 
 
 def _image_u8(s: Step) -> Results:
@@ -156,56 +154,6 @@ def _prune_top_p(s: Step) -> Results:
     return out, places, np.array([[len(index)]], np.int32)
 
 
-def _conv2d(s: Step) -> Results:
-    kh, kw, stride, pad = (s.number(name) for name in ("kh", "kw", "stride", "pad"))
-    height, width = s.number("H"), s.number("W")
-    x, weight = s.source(0), s.constant(0)
-    depth, images = x.shape[1], len(x) // (height * width)
-    frame = np.zeros((images, height + 2 * pad, width + 2 * pad, depth), s.numerics.dtype)
-    frame[:, pad : pad + height, pad : pad + width] = x.reshape(images, height, width, depth)
-    out_h, out_w = (height + 2 * pad - kh) // stride + 1, (width + 2 * pad - kw) // stride + 1
-    taps = np.ascontiguousarray(weight.T)
-    windows = np.lib.stride_tricks.sliding_window_view(frame, (kh, kw), axis=(1, 2))
-    windows = windows[:, ::stride, ::stride].transpose(0, 1, 2, 4, 5, 3)[:, :out_h, :out_w]
-    at_once = max(1, WINDOW_ELEMENTS // max(1, out_w * len(taps)))
-    total = np.concatenate(
-        [
-            s.numerics.running_sum(seen[at : at + at_once].reshape(-1, len(taps)), taps)
-            for seen in windows
-            for at in range(0, out_h, at_once)
-        ]
-    )
-    bias = s.maybe_constant(1)
-    return (act(s.numerics, s.number("act"), total if bias is None else total + bias),)
-
-
-def _depthwise(s: Step) -> Results:
-    kh, kw, down, pad = (s.number(name) for name in ("kh", "kw", "stride", "pad"))
-    across = s.number("stride_x") or down
-    height, width = s.number("H"), s.number("W")
-    x, weight = s.source(0), s.constant(0)
-    images = x.reshape(-1, height, width, x.shape[1])
-    out_h, out_w = (height + 2 * pad - kh) // down + 1, (width + 2 * pad - kw) // across + 1
-    total = np.zeros((len(images), out_h, out_w, x.shape[1]), s.numerics.dtype)
-    for tap, taps in enumerate(weight):
-        rows, seen_rows = _tap_within(tap // kw - pad, down, out_h, height)
-        columns, seen_columns = _tap_within(tap % kw - pad, across, out_w, width)
-        total[:, rows, columns] += images[:, seen_rows, seen_columns] * taps
-    total, bias = total.reshape(-1, x.shape[1]), s.maybe_constant(1)
-    return (act(s.numerics, s.number("act"), total if bias is None else total + bias),)
-
-
-def _tap_within(at: int, stride: int, count: int, size: int) -> tuple[slice, slice]:
-    """Return which of `count` windows see a tap inside the image, and what they see.
-
-    Window i sees place `at + i * stride` of an axis of `size`.
-    """
-    first = max(0, -(at // stride))
-    end = max(first, min(count, -((at - size) // stride)))
-    start = at + first * stride
-    return slice(first, end), slice(start, start + (end - first) * stride, stride)
-
-
 def _rows_concat(s: Step) -> Results:
     constant = s.maybe_constant(0)
     parts = [constant if part is None else part for part in (s.inputs[0], s.maybe_source(1))]
@@ -317,8 +265,9 @@ OPERATIONS: Final[Mapping[Op, Callable[[Step], Results]]] = MappingProxyType(
         Op.PRUNE: _prune,
         Op.ATTENTION_SCORE: _attention_score,
         Op.PRUNE_TOP_P: _prune_top_p,
-        Op.CONV2D: _conv2d,
-        Op.CONV_DEPTHWISE: _depthwise,
+        Op.CONV2D: conv2d,
+        Op.CONV_DEPTHWISE: depthwise,
+        Op.SPARSE_CONV: sparse_conv,
         Op.ROWS_CONCAT: _rows_concat,
         Op.ROWS_SLICE: _rows_slice,
         Op.ADD: _binary(np.add),

@@ -204,7 +204,7 @@ def test_it_refuses_parameters_out_of_range(good: bytes) -> None:
     calls = [call for program in plan.programs for call in program.calls]
     wrong: dict[Op, tuple[int, ...]] = {
         Op.ATTENTION: (0, 0x7FC00000, 2, 99, 7),
-        Op.CONV2D: (0, 65, 0, 99, 3, 1, 1),
+        Op.CONV2D: (0, 4097, 0, 128, 3, 1, 1, 4097),
         Op.PRUNE: (10**6, 10**6),
         Op.ROUTE: (3, 9),
         Op.ROWS_SLICE: (10**6, 10**6),

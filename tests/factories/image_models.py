@@ -1,4 +1,4 @@
-"""Convolutional ONNX models of images (1, C, H, W): single operators, and small known networks."""
+"""Convolutional ONNX models of images (N, C, H, W) and lines (N, C, W)."""
 
 from collections.abc import Callable
 from pathlib import Path

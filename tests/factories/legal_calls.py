@@ -12,7 +12,9 @@ from typing import Final
 
 import numpy as np
 
+from compiler.analysis.conv_runs import find_runs
 from compiler.contract.operations import GATED, LINEARS, RECURRENT_GATES, SIGMOID_ORDERS
+from compiler.contract.windows import Window, pad_code
 from compiler.kernels.program import (
     ABSENT,
     COLUMNS,
@@ -188,20 +190,24 @@ def _prune_top_p(d: Draw) -> None:
 
 def _conv(op: Op) -> Generator:
     def generate(d: Draw) -> None:
-        kh, kw, stride, pad = d.size(5), d.size(5), d.size(3), d.size(3) - 1
-        height, width = (max(1, k - 2 * pad) + d.size(9) - 1 for k in (kh, kw))
-        depth, images, across = d.size(40), d.size(2), stride
-        params = {"kh": kh, "kw": kw, "stride": stride, "pad": pad, "H": height, "W": width}
-        if op is Op.CONV2D:
-            channels = d.size(40)
-            weight = floats(d.rng, channels, kh * kw * depth)
-        else:
-            channels, weight = depth, floats(d.rng, kh * kw, depth)
-            params["stride_x"] = d.pick((0, 1, 2, 3))
-            across = params["stride_x"] or stride
-        out = ((height + 2 * pad - kh) // stride + 1) * ((width + 2 * pad - kw) // across + 1)
-        x, y = d.x(images * height * width, depth), d.y(images * out, channels)
-        d.call(op, [x], [y], [d.weight(weight), d.maybe(channels)], act=d.pick(Act), **params)
+        kh, kw, depth, images = d.size(5), d.size(5), d.size(40), d.size(2)
+        even = d.size(3) - 1
+        sides = d.pick(([even] * 4, [d.size(4) - 1 for _ in range(4)]))
+        height = max(1, kh - sides[0] - sides[2]) + d.size(9) - 1
+        width = max(1, kw - sides[1] - sides[3]) + d.size(9) - 1
+        params = {"kh": kh, "kw": kw, "stride": d.size(3), "pad": pad_code(*sides)}
+        params |= {"H": height, "W": width, "stride_x": d.pick((0, 1, 2, 3))}
+        channels = depth if op is Op.CONV_DEPTHWISE else d.size(40)
+        of_tap = (kh * kw, depth) if op is Op.CONV_DEPTHWISE else (channels, kh * kw * depth)
+        weight, more = floats(d.rng, *of_tap), []
+        if op is Op.SPARSE_CONV:
+            weight[:, d.rng.random(weight.shape[1]) < d.pick((0.0, 0.5, 0.9, 1.0))] = 0
+            found = find_runs(weight, kw * depth)
+            weight, more = found.taps, [d.weight(a, "i32") for a in (found.first, found.runs)]
+        weights = [d.weight(weight), *more, d.maybe(channels)]
+        rows, columns = Window.of(params).out
+        x, y = d.x(images * height * width, depth), d.y(images * rows * columns, channels)
+        d.call(op, [x], [y], weights, act=d.pick(Act), **params)
 
     return generate
 
@@ -427,7 +433,7 @@ GENERATORS: Final[Mapping[Op, Generator]] = MappingProxyType(
         Op.ATTENTION: _attention,
         Op.ATTENTION_ROW: _attention_row,
         Op.PRUNE: _prune,
-        **{op: _conv(op) for op in (Op.CONV2D, Op.CONV_DEPTHWISE)},
+        **{op: _conv(op) for op in (Op.CONV2D, Op.CONV_DEPTHWISE, Op.SPARSE_CONV)},
         Op.ROWS_CONCAT: _rows_concat,
         Op.ROWS_SLICE: _rows_slice,
         **{op: _binary(op) for op in (Op.ADD, Op.MUL, Op.SUB, Op.DIV)},

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from compiler.analysis.conv_runs import find_runs
 from compiler.kernels.program import Act, ExpertAct, KvCache, Op
 from tests.factories.kernels import Case
 from tests.factories.modules import single_call
@@ -94,6 +95,22 @@ def depthwise() -> Case:
     return Case.of(module)
 
 
+def sparse_conv() -> Case:
+    side, depth, channels = 24, 32, 96
+    live = np.random.default_rng(4).random((channels // 16, 9 * depth // 16)) < 0.5
+    weight = f32(channels, 9 * depth)[1] * np.kron(live, np.ones((16, 16), np.float32))
+    found = find_runs(weight, 3 * depth)
+    module = single_call(
+        Op.SPARSE_CONV,
+        [(side * side, depth, "f32")],
+        [(side * side, channels, "f32")],
+        [("f32", found.taps), ("i32", found.first), ("i32", found.runs), f32(channels)],
+        {"kh": 3, "kw": 3, "stride": 1, "pad": 1, "act": Act.RELU, "H": side, "W": side},
+        max_tokens=ROWS,
+    )
+    return Case.of(module)
+
+
 CASES = {
     "linear": linear(Op.LINEAR),
     "linear_f32": linear(Op.LINEAR_F32),
@@ -101,6 +118,7 @@ CASES = {
     "attention": attention(),
     "conv2d": conv(),
     "conv_depthwise": depthwise(),
+    "sparse_conv": sparse_conv(),
 }
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from compiler.analysis.conv_runs import find_runs
 from compiler.contract.operations import GATED, RECURRENT_GATES
+from compiler.contract.windows import Window, pad_code
 from compiler.kernels.program import (
     DENSE,
     W4_LAYOUTS,
@@ -219,6 +221,24 @@ def depthwise(
     )  # fmt: skip
 
 
+def sides(op: Op, depth: int, channels: int, pads: tuple[int, ...], **params: int) -> OpCase:
+    """A convolution of two images of 7 x 9 whose window, strides and padding differ by axis."""
+    given = {"H": 7, "W": 9, "stride": 1, "stride_x": 0, "pad": pad_code(*pads), **params}
+    rows, columns = Window.of(given).out
+    taps = given["kh"] * given["kw"]
+    weights: Weights = [f32(channels, taps * depth), f32(channels)]
+    if op is Op.CONV_DEPTHWISE:
+        weights[0] = f32(taps, channels)
+    elif op is Op.SPARSE_CONV:
+        live = RANDOM.random((-(-channels // 16), taps * depth)) < 0.4
+        weight = normal(channels, taps * depth) * np.repeat(live, 16, axis=0)[:channels]
+        found = find_runs(weight, given["kw"] * depth)
+        weights = [("f32", found.taps), ("i32", found.first), ("i32", found.runs), weights[1]]
+    name = f"{op.name}-{depth}-{channels}-{pads}-{sorted(params.items())}"
+    inputs, outputs = [(2 * 63, depth, "f32")], [(2 * rows * columns, channels, "f32")]
+    return OpCase(name, op, inputs, outputs, weights, {**given, "act": Act.RELU})
+
+
 def route(
     width: int, experts: int, k: int, order: RouteOrder, *, bias: bool = False,
     correction: bool = False, measured: bool = False, **params: float,
@@ -418,6 +438,16 @@ CASES = [
     depthwise(9, 1, 3, 1, 1), depthwise(11, 37, 3, 2, 1), depthwise(12, 16, 5, 1, 2, images=2),
     depthwise(8, 24, 3, 2, 1, across=1), depthwise(7, 20, 5, 1, 2, across=3),
     depthwise(3, 40, 3, 1, 4), depthwise(6, 8, 2, 2, 0, images=3), depthwise(2, 9, 5, 1, 3),
+    *(
+        sides(op, depth, depth if op is Op.CONV_DEPTHWISE else 21, pads, **params)
+        for op in (Op.CONV2D, Op.CONV_DEPTHWISE, Op.SPARSE_CONV)
+        for depth, pads, params in (
+            (5, (0, 1, 0, 1), {"kh": 1, "kw": 3}),
+            (18, (0, 2, 3, 1), {"kh": 4, "kw": 2, "stride_x": 3}),
+            (3, (1, 0, 0, 4), {"kh": 3, "kw": 1, "stride": 2, "stride_x": 1}),
+            (2, (0, 100, 0, 127), {"kh": 1, "kw": 200, "stride": 9}),
+        )
+    ),
     *(route(20, 7, k, order) for k in (1, 2, 7) for order in RouteOrder),
     route(33, 16, 2, RouteOrder.TOPK_SOFTMAX, bias=True),
     route(33, 16, 2, RouteOrder.SPARSEMIXER, bias=True, jitter=0.02),

@@ -210,6 +210,16 @@ def _matrix(program: ProgramCosts, call: PlanCall) -> CallCost:
     return _made(2 * rows * stored, dense, sparsity)
 
 
+def _sparse_conv(program: ProgramCosts, call: PlanCall) -> CallCost:
+    rows, taps = program.rows(call.outputs[0]), program.plan.weights[call.weights[0]]
+    depth, channels = (program.plan.buffers[at].cols for at in (call.inputs[0], call.outputs[0]))
+    every = channels * depth * int(call.params["kh"]) * int(call.params["kw"])
+    stored = min(every, taps.rows * taps.cols)
+    proof = "exact: the weights left out are zero"
+    sparsity = Sparsity("weights", stored, every, proof)
+    return _made(2 * rows * stored, 2 * rows * every, sparsity)
+
+
 def _stored_elements(matrix: PlanWeight) -> int | None:
     """Return how many elements of a weight are stored, padding included; None if all are."""
     rows, cols, length = matrix.rows, matrix.cols, matrix.length
@@ -307,6 +317,7 @@ _RULES: Final[Mapping[Op, Callable[[ProgramCosts, PlanCall], CallCost]]] = Mappi
         Op.LINEAR_W8: _matrix,
         Op.CONV2D: _matrix,
         Op.CONV_DEPTHWISE: _matrix,
+        Op.SPARSE_CONV: _sparse_conv,
         Op.RECURRENT: _matrix,
         Op.RECURRENT_F32: _matrix,
         Op.ATTENTION: _attention,

@@ -214,8 +214,9 @@ def fused_parts(call: PlanCall) -> list[Json]:
     parts: list[Json] = []
     if call.params.get("norm"):
         parts.append(f"{NormKind(int(call.params['norm']) - 1).name.lower()} norm before")
-    if call.op in (*LINEARS, Op.CONV2D, Op.CONV_DEPTHWISE):
-        if len(call.weights) > 1 and call.weights[1] >= 0:
+    if call.op in (*LINEARS, Op.CONV2D, Op.CONV_DEPTHWISE, Op.SPARSE_CONV):
+        bias = 3 if call.op is Op.SPARSE_CONV else 1
+        if len(call.weights) > bias and call.weights[bias] >= 0:
             parts.append("bias")
         if len(call.inputs) > 1 and call.inputs[1] >= 0:
             parts.append("residual")

@@ -4,6 +4,7 @@ from typing import Final
 
 from compiler.contract.operations import Op
 from compiler.contract.plan import PlanCall
+from compiler.contract.windows import Window
 from compiler.emitters.opencl.frame import Frame
 from compiler.emitters.opencl.products import norm_rows
 
@@ -82,32 +83,47 @@ def rope(f: Frame, call: PlanCall) -> None:
 
 def conv2d(f: Frame, call: PlanCall) -> None:
     """Launch CONV2D."""
-    x, y, stride = f.required(call, 0), f.output(call), int(call.params["stride"])
-    _convolve(f, call, "run_conv2d", (x.cols, y.cols), (stride,))
+    _convolve(f, call, "run_conv2d", (f.required(call, 0).cols, f.output(call).cols))
 
 
 def conv_depthwise(f: Frame, call: PlanCall) -> None:
     """Launch CONV_DEPTHWISE."""
-    down, across = (int(call.params[name]) for name in ("stride", "stride_x"))
-    _convolve(f, call, "run_depthwise", (f.output(call).cols,), (down, across or down))
+    _convolve(f, call, "run_depthwise", (f.output(call).cols,))
 
 
-def _convolve(
-    f: Frame, call: PlanCall, kernel: str, depths: tuple[int, ...], strides: tuple[int, ...]
-) -> None:
+def sparse_conv(f: Frame, call: PlanCall) -> None:
+    """Launch SPARSE_CONV."""
+    x, y, bias, m = f.required(call, 0), f.output(call), f.weight(call, 3), Window.of(call.params)
+    out_h, out_w = m.out
+    f.device.launch(
+        "run_sparse_conv",
+        (y.cols, x.rows // (m.height * m.width) * out_h * out_w),
+        x.at,
+        *(f.constant(call.weights[at]) for at in range(3)),
+        f.constant(bias),
+        y.at,
+        f.status,
+        *(f.plan.weights[call.weights[at]].rows for at in (0, 2)),
+        *(x.cols, y.cols, m.kh, m.kw, m.down, m.across, m.top, m.left),
+        *(m.height, m.width, out_h, out_w),
+        int(call.params["act"]),
+        bias is not None,
+    )
+
+
+def _convolve(f: Frame, call: PlanCall, kernel: str, depths: tuple[int, ...]) -> None:
     """Launch a kernel over windows: one work item per channel and pixel of the result."""
     x, y, bias = f.required(call, 0), f.output(call), f.weight(call, 1)
-    kh, kw, pad, height, width = (int(call.params[name]) for name in ("kh", "kw", "pad", "H", "W"))
-    out_h = (height + 2 * pad - kh) // strides[0] + 1
-    out_w = (width + 2 * pad - kw) // strides[-1] + 1
+    m = Window.of(call.params)
+    out_h, out_w = m.out
     f.device.launch(
         kernel,
-        (y.cols, x.rows // (height * width) * out_h * out_w),
+        (y.cols, x.rows // (m.height * m.width) * out_h * out_w),
         x.at,
         f.constant(call.weights[0]),
         f.constant(bias),
         y.at,
-        *(*depths, kh, kw, *strides, pad, height, width, out_h, out_w),
+        *(*depths, m.kh, m.kw, m.down, m.across, m.top, m.left, m.height, m.width, out_h, out_w),
         int(call.params["act"]),
         bias is not None,
     )

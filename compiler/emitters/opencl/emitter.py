@@ -42,6 +42,7 @@ TEMPLATES: Final[Mapping[Op, tuple[str, ...]]] = MappingProxyType(
         **dict.fromkeys((Op.PRUNE_TOP_P, Op.ATTENTION_SCORE), _CHOICES),
         Op.CONV_DEPTHWISE: ("opencl/depthwise.cl.in",),
         Op.CONV2D: ("opencl/conv2d.cl.in",),
+        Op.SPARSE_CONV: ("opencl/sparse_conv.cl.in",),
         **dict.fromkeys((Op.ADD, Op.MUL, Op.SUB, Op.DIV), _ELEMENTWISE),
         **dict.fromkeys((Op.SOFTMAX, Op.IMAGE_U8), _ELEMENTWISE),
         Op.UNARY: (registry.GELU_TEMPLATE, *_ELEMENTWISE),

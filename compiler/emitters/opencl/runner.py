@@ -60,6 +60,7 @@ LAUNCHERS: Final[Mapping[Op, Launcher]] = MappingProxyType(
         Op.ATTENTION_SCORE: prune.attention_score,
         Op.CONV2D: elementwise.conv2d,
         Op.CONV_DEPTHWISE: elementwise.conv_depthwise,
+        Op.SPARSE_CONV: elementwise.sparse_conv,
         Op.EMBED: moves.embed,
         Op.GATHER_ROWS: moves.gather_rows,
         Op.ROWS_CONCAT: moves.rows_concat,

@@ -8,6 +8,7 @@ import pytest
 
 from compiler.contract.operand_rules import RULES, OperandError, complete_params
 from compiler.contract.operations import MAX_PARAMS, PARAMS
+from compiler.contract.windows import pad_code
 from compiler.kernels.program import (
     Buffer,
     Call,
@@ -34,6 +35,20 @@ def top_p(params: dict[str, float], *, keys: int = 5, places: int = 3) -> Module
     inputs = [(3, 4, F), (3, 1, F), (3, keys, F)]
     outputs = [(places, 4, F), (places, 1, "i32"), (1, 1, "i32")]
     return single_call(Op.PRUNE_TOP_P, inputs, outputs, [], {"p": 0.5, **params})
+
+
+def sparse_conv(
+    params: dict[str, float] | None = None,
+    taps: tuple[int, int] = (4, 16),
+    first: int = 2,
+    runs: tuple[int, int] = (2, 2),
+) -> Module:
+    """A call over an image of 3 x 3 of one channel."""
+    weights: list[tuple[str, np.ndarray] | None] = [("f32", ones(*taps))]
+    weights += [("i32", np.ones(shape, np.int32)) for shape in ((2, first), runs)]
+    window = {"kh": 3, "kw": 3, "stride": 1, "pad": 0, "H": 3, "W": 3}
+    given = {**window, **(params or {})}
+    return single_call(Op.SPARSE_CONV, [(9, 1, F)], [(1, 5, F)], weights, given)
 
 
 def refuse(module: Module, message: str) -> None:
@@ -270,6 +285,13 @@ BAD_CALLS: Sequence[tuple[str, Module]] = (
             {"kh": 3, "kw": 3, "stride": 1, "pad": 1, "H": 3, "W": 3, "stride_x": 2},
         ),
     ),
+    ("bits that mean nothing", sparse_conv(params={"pad": 1 << 7})),
+    ("taps need 16 columns", sparse_conv(taps=(4, 8))),
+    ("has 9 taps", sparse_conv(taps=(10, 16))),
+    ("first must be .2, 2.", sparse_conv(first=3)),
+    ("runs are pairs", sparse_conv(runs=(1, 3))),
+    ("runs are pairs", sparse_conv(runs=(5, 2))),
+    ("SPARSE_CONV result must be fixed", sparse_conv(params={"pad": pad_code(0, 1, 0, 0)})),
     (
         "at most one constant",
         single_call(Op.ROWS_CONCAT, [(2, 4, F), (2, 4, F)], [(5, 4, F)], [("f32", ones(1, 4))]),

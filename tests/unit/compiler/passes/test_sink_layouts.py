@@ -113,6 +113,24 @@ def test_a_model_without_convolutions_stays_as_it_is(tmp_path: Path) -> None:
     assert with_it.pipeline.module.programs[0].calls == without.pipeline.module.programs[0].calls
 
 
+def test_lines_stay_in_rows_too(tmp_path: Path) -> None:
+    b = GraphBuilder(31)
+    shape = {"kernel_shape": [5], "pads": [2, 2]}
+    y = b.op("Conv", "x", b.weight(6, 3, 5), b.weight(6), **shape)
+    y = b.op("BatchNormalization", b.op("HardSwish", y), *(b.const(np.ones(6)) for _ in range(4)))
+    y = b.op("Add", y, b.op("ReduceMean", y, b.ints(2), keepdims=1))
+    y = b.op("Concat", b.op("LeakyRelu", y), b.op("Add", y, b.weight(6, 1)), axis=1)
+    y = b.op("Pad", y, b.ints(0, 0, 1, 0, 0, 2), mode="edge")
+    y = b.op("Conv", y, b.weight(4, 12, 3), kernel_shape=[3], strides=[2])
+    path = tmp_path / "m.onnx"
+    onnx.save(b.model({"x": ("float32", (2, 3, 24))}, {"y": y}), path)
+    with_it = GraphCase.of(path, tmp_path / "with")
+    without = GraphCase.of(path, tmp_path / "without", leave_out=("sink-layouts",))
+    assert moved(with_it)[0] == 2 < moved(without)[0]
+    x = np.random.default_rng(5).standard_normal((2, 3, 24)).astype(np.float32)
+    require_same_bits(with_it, without, x)
+
+
 @pytest.mark.parametrize("kind", ["softmax", "two-readers", "running-min"])
 def test_what_it_cannot_turn_is_computed_as_before(kind: str, tmp_path: Path) -> None:
     def block(b: GraphBuilder, x: str) -> str:
