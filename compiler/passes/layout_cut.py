@@ -21,9 +21,11 @@ from xdsl.dialects.func import FuncOp
 from xdsl.ir import Operation, SSAValue, Use
 
 from compiler.dialects.movement import ReshapeOp, TransposeOp
+from compiler.dialects.sp import Conv2dOp
 from compiler.dialects.types import shape_of
 from compiler.passes.base import PassContext
 from compiler.passes.channel_last import (
+    IMAGE_RANKS,
     can_turn,
     channel_first,
     channel_last,
@@ -75,36 +77,47 @@ def _made_last(value: SSAValue) -> bool:
 
     Of a value that is one either way, only a transposition says which it is meant to be.
     """
-    if is_neutral(value):
-        return _transposes(value.owner, channel_first)
     chain: list[Operation] = []
     leaf = value
     while isinstance(leaf.owner, _MOVES):
         chain.append(leaf.owner)
         leaf = leaf.owner.operands[0]
-    if not chain or not _is_fixed(leaf):
+    if not _is_fixed(leaf) or not _speaks(chain, value, [leaf.owner]):
         return False
+    if is_neutral(value):
+        return _transposes(value.owner, channel_first)
     order = _moved(np.arange(prod(sizes_of(leaf))).reshape(sizes_of(leaf)), chain[::-1])
     return _is_flat(order.transpose(channel_last(order.ndim)))
 
 
 def _read_last(use: Use) -> bool:
     """Return whether a movement chain makes of the value a view of it with channels last."""
-    user = use.operation
-    if is_neutral(user.operands[use.index]):
-        return _transposes(user, channel_last)
+    user, value = use.operation, use.operation.operands[use.index]
     chain: list[Operation] = []
     while isinstance(user, _MOVES) and _is_fixed(user.results[0]):
         chain.append(user)
-        if not user.results[0].has_one_use():
+        readers = [found.operation for found in user.results[0].uses]
+        if len(readers) != 1:
             break
-        (following,) = user.results[0].uses
-        user = following.operation
-    if not chain:
+        user = readers[0]
+    if not chain or not _speaks(chain, value, [r.operation for r in chain[-1].results[0].uses]):
         return False
-    sizes = sizes_of(chain[0].operands[0])
+    if is_neutral(value):
+        return _transposes(use.operation, channel_last)
+    sizes = sizes_of(value)
     numbers = np.arange(prod(sizes)).reshape([sizes[p] for p in channel_last(len(sizes))])
     return _is_flat(_moved(numbers.transpose(channel_first(len(sizes))), chain))
+
+
+def _speaks(chain: Sequence[Operation], value: SSAValue, ends: Sequence[object]) -> bool:
+    """Return whether a movement chain is one between layouts of images.
+
+    It is if a convolution stands at its end, or it turns planes into rows or back. Other products
+    transpose, too: keys before a product with queries look like lines or planes.
+    """
+    if any(isinstance(end, Conv2dOp) for end in ends):
+        return True
+    return len(chain) > 1 and len(shape_of(value)) > min(IMAGE_RANKS)
 
 
 def _transposes(owner: object, perm: Callable[[int], tuple[int, ...]]) -> bool:

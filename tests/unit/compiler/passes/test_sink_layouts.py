@@ -131,6 +131,17 @@ def test_lines_stay_in_rows_too(tmp_path: Path) -> None:
     require_same_bits(with_it, without, x)
 
 
+@pytest.mark.parametrize("perm", [[0, 2, 1], [0, 2, 3, 1]], ids=["line", "plane"])
+def test_keys_that_are_transposed_are_no_images(perm: list[int], tmp_path: Path) -> None:
+    b, shape = GraphBuilder(31), (1, 4, 6, 8)[: len(perm)]
+    keys = b.op("Tanh", b.op("Mul", "x", b.weight(shape[-1])))
+    y = b.op("Softmax", b.op("Transpose", b.op("Neg", keys), perm=perm), axis=-1)
+    path = tmp_path / "m.onnx"
+    onnx.save(b.model({"x": ("float32", shape)}, {"y": y}), path)
+    case = GraphCase.of(path, tmp_path / "s")
+    assert "sink-layouts: 0" in case.pipeline.notes
+
+
 @pytest.mark.parametrize("kind", ["softmax", "two-readers", "running-min"])
 def test_what_it_cannot_turn_is_computed_as_before(kind: str, tmp_path: Path) -> None:
     def block(b: GraphBuilder, x: str) -> str:
