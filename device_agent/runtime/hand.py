@@ -4,8 +4,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Generic, TypeVar, cast
+from typing import Final, Generic, TypeVar, cast
 
+CLOSE_S: Final = 1.0
 Result = TypeVar("Result")
 
 
@@ -47,6 +48,7 @@ class Hand:
         """Start the thread now: later there may be no memory for one."""
         self._name = name
         self._jobs: _Jobs | None = None
+        self._thread: threading.Thread
         self._start()
 
     def call(
@@ -77,10 +79,11 @@ class Hand:
         return cast("Result", job.result)
 
     def close(self) -> None:
-        """Let the thread go when it has done what it does."""
-        if self._jobs is not None:
-            self._jobs.put(None)
-            self._jobs = None
+        """Let the thread go, and wait for it a little; one that is stuck ends when it can."""
+        jobs, self._jobs = self._jobs, None
+        if jobs is not None:
+            jobs.put(None)
+            self._thread.join(CLOSE_S)
 
     def _start(self) -> _Jobs:
         jobs: _Jobs = SimpleQueue()
@@ -89,7 +92,7 @@ class Hand:
             thread.start()
         except RuntimeError as error:
             raise MemoryError(f"no thread to answer on: {error}") from error
-        self._jobs = jobs
+        self._jobs, self._thread = jobs, thread
         return jobs
 
 

@@ -82,7 +82,9 @@ class TestHand:
         assert hand.call(lambda: threading.current_thread().name, 60) == "test"
         with pytest.raises(LookupError, match="gone"):
             hand.call(lambda: (_ for _ in ()).throw(LookupError("gone")), 60)
+        threads = threading.active_count()
         hand.close()
+        assert threading.active_count() == threads - 1
         assert hand.call(lambda: 5, 60) == 5
         hand.close()
 
