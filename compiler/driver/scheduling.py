@@ -30,8 +30,9 @@ from compiler.quant.router_stats import likely_experts
 SCHEDULE: Final = "schedule"
 _PICTURES: Final = (SEE, PREFILL)
 WHAT_IT_DOES: Final = (
-    f"experts are in memory from the start: a load step waits for nothing, a prefetch reads the "
-    f"first {PREFETCH_BYTES} bytes of each matrix ahead; a caller with a pager is told both"
+    f"where all experts are in memory a load step waits for nothing and a prefetch reads the first "
+    f"{PREFETCH_BYTES} bytes of each matrix ahead; on a device with a budget a prefetch reads the "
+    f"expert ahead; a caller with a pager is told both"
 )
 
 

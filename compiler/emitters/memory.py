@@ -7,8 +7,8 @@ of the same size dies in the call, the result takes the operand's place.
 
 Experts that a program prefetches and loads count as well, each from the step that asks for it to
 the call that uses it, and beside them as many of its other experts as the rows of the call can
-choose: `peak_bytes` is the most of both kinds at one moment. Today every expert is in memory from
-the start, so this is what a caller with a pager gets by with, not what is mapped.
+choose: `peak_bytes` is the most of both kinds at one moment, what a caller with a pager gets by
+with. A device maps every expert, unless a budget makes it keep a pool (`contract.pool_plan`).
 
 The plan carries its own bound: `max_live_bytes` is the most bytes alive at one moment, so no
 placement of these buffers is smaller; `arena_bytes` is what was reached. The device's
