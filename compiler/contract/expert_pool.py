@@ -3,10 +3,15 @@
     library + PoolPlan + files -> ExpertPool -(bring, SHA-256 in the slot, trust)-> ready
     contexts are seated in it (`pooled_weights`); one `ReadAhead` reads what is likely
 
-All decisions while a plan runs are native (residency.c.in); this module opens, asks and counts. How
-to drive one by hand, for a measurement: `plan_pool` a plan, open a `PooledWeights`, give it to
-`NativePlan` in place of sections, turn `pool.set(PoolKnob...)`, run, read `pool.counts()`.
-Standard library only.
+All decisions while a plan runs are native (residency.c.in, predict.c.in); this module opens, asks
+and counts. How to drive a pool by hand, for a measurement:
+
+- with a plan: `plan_pool` it, open a `PooledWeights`, give that to `NativePlan` as its sections;
+- with a trace: open an `ExpertPool`, `fill` it, start a `ReadAhead`; then per token `begin_pass`,
+  and per layer `choose` its experts, `touch` each, compute, `settle`.
+
+`Eviction.LRU` and `PoolKnob.PREFETCH` 0 switch policies off, no `ReadAhead` means loads on demand,
+`PoolKnob.DELAY_US` makes storage slow, `counts` has what is to be reported. Standard library only.
 """
 
 import contextlib

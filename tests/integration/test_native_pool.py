@@ -1,6 +1,7 @@
 """Experts within a budget: the same bits as with all in memory, whatever goes wrong below."""
 
 import os
+import random
 import threading
 import time
 import weakref
@@ -53,10 +54,10 @@ def with_tiles(module: Module) -> Module:
 
 
 def conversation(seed: int = 0) -> Iterator[dict[str, bytes]]:
-    random, at = np.random.default_rng(seed), 0
+    draw, at = np.random.default_rng(seed), 0
     for tokens in RUNS:
         yield {
-            "token_ids": ids(random.integers(0, 50, tokens)).tobytes(),
+            "token_ids": ids(draw.integers(0, 50, tokens)).tobytes(),
             "positions": ids(range(at, at + tokens)).tobytes(),
         }
         at += tokens
@@ -328,13 +329,57 @@ def test_groups_come_together_unless_memory_is_short(pressure: int, comes: bool)
     assert all(found) if comes else not any(found)
 
 
+def test_a_reader_a_run_and_a_host_at_once_harm_no_byte() -> None:
+    """Budget, pressure and delays change while experts come and go; what is used is whole."""
+    draw = random.Random(4)
+    data = [draw.randbytes(draw.randint(1, 5 * RUN)) for _ in range(48)]
+    fds = [memory_file(one) for one in data]
+    files = [
+        ExpertFile(fd, len(one), "", at // 8, at % 5)
+        for at, (fd, one) in enumerate(zip(fds, data, strict=True))
+    ]
+    pool = ExpertPool(KernelLibrary(library(PORTABLE)), files, run_bytes=RUN, runs=40)
+    pool.fill()
+    reader, ended = ReadAhead(pool), threading.Event()
+
+    def turn_knobs() -> None:
+        turn = random.Random(9)
+        while not ended.wait(0.001):
+            pool.set(PoolKnob.RUNS, turn.randint(12, 120))
+            pool.set(PoolKnob.PRESSURE, turn.choice((0, 0, 700, 950)))
+            pool.set(PoolKnob.DELAY_US, turn.choice((0, 0, 0, 100, 3000)))
+
+    host = threading.Thread(target=turn_knobs)
+    host.start()
+    try:
+        for _ in range(2000):
+            pool.begin_pass()
+            for layer in range(6):
+                chosen = [8 * layer + number for number in draw.sample(range(8), 2)]
+                pool.choose(chosen)
+                for number in chosen:
+                    assert pool.touch(number)
+                    assert pool.view(number) == data[number]
+                pool.settle()
+    finally:
+        ended.set()
+        host.join()
+        reader.close()
+    counts = pool.counts()
+    assert counts["hits"] + counts["late"] + counts["misses"] == counts["chosen"] == 24_000
+    assert counts["moved"] > 1000
+    assert counts["ahead"] > 100
+    assert counts["failed"] == counts["corrupt"] == 0
+    for fd in fds:
+        os.close(fd)
+
+
 def test_experts_of_several_layers_at_once_teach_nothing() -> None:
     pool = small_pool(3, 4, 6)
-    random = np.random.default_rng(3)
+    draw = random.Random(3)
     for _ in range(300):
         pool.begin_pass()
-        chosen = random.choice(12, int(random.integers(1, 13)), replace=False)
-        pool.choose([int(number) for number in chosen])
+        pool.choose(draw.sample(range(12), draw.randint(1, 12)))
     with pytest.raises(NativeError):
         pool.choose([12])
     assert pool.touch(11)
@@ -386,12 +431,12 @@ def test_a_dump_is_looked_at_before_it_is_believed() -> None:
     pool = ExpertPool(KernelLibrary(library(PORTABLE)), files, run_bytes=RUN, runs=7)
     pool.fill()
     dump = pool.dump()
-    random = np.random.default_rng(1)
+    draw = np.random.default_rng(1)
     refused = 0
     for _ in range(400):
         bad = bytearray(dump)
-        at = int(random.integers(len(dump) // 4)) * 4
-        bad[at : at + 4] = int(random.choice([0, 1, 2, 3, 9, 1 << 31, 0xFFFFFFFF])).to_bytes(
+        at = int(draw.integers(len(dump) // 4)) * 4
+        bad[at : at + 4] = int(draw.choice([0, 1, 2, 3, 9, 1 << 31, 0xFFFFFFFF])).to_bytes(
             4, "little"
         )
         try:
