@@ -27,6 +27,7 @@ from typing import ClassVar, Final
 from compiler.contract.native_errors import NativeError, UnsupportedPlanError
 from compiler.contract.native_library import KernelLibrary
 from compiler.contract.native_memory import huge_bytes_of
+from compiler.contract.plan_format import Status
 from compiler.contract.pool_abi import (
     COUNTERS,
     NO_GROUP,
@@ -49,6 +50,7 @@ _CALLS: Final[Mapping[str, tuple[type, tuple[type, ...]]]] = {
     "bring": (ctypes.c_int32, (_P, _U32)),
     "trust": (ctypes.c_int32, (_P, _U32, _U32)),
     "io": (ctypes.c_int32, (_P,)),
+    "check": (ctypes.c_int32, (_P, _U32)),
     "reads_ahead": (ctypes.c_int32, (_P,)),
     "stop": (ctypes.c_int32, (_P, _U32)),
     "set": (ctypes.c_int32, (_P, _U32, _U32)),
@@ -187,6 +189,19 @@ class ExpertPool:
         """Return the bytes of an expert that is in memory; reading one that is not is a crash."""
         data = (ctypes.c_char * self.files[number].length).from_address(self.slot(number))
         return memoryview(data).cast("B")
+
+    def check(self, number: int) -> bool:
+        """Look at an expert in memory again; one that changed is dropped, and read anew later.
+
+        Call it where no run goes on. An expert that is not in memory, or in use, is as it should be.
+
+        Raises:
+            NativeError: There is no such expert.
+        """
+        status = int(self._calls["check"](self.address, number))
+        if status not in (Status.OK, Status.EXPERT_ABSENT):
+            raise NativeError(f"there is no expert {number}")
+        return status == Status.OK
 
     @property
     def extent(self) -> int:

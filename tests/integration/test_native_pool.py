@@ -183,6 +183,23 @@ def test_a_file_that_changes_is_refused_and_may_come_back() -> None:
             assert raw(plan.run("step", one)) == raw(plain.run("step", one))
 
 
+def test_an_expert_that_changes_in_memory_is_found_and_read_anew() -> None:
+    pool = small_pool(2, 2, 4)
+    assert all(pool.check(number) for number in range(4))
+    pool.view(2)[RUN - 1] ^= 0x10
+    assert pool.touch(2)
+    assert pool.check(2)  # in use: left alone
+    pool.settle()
+    assert not pool.check(2)
+    assert pool.states()[2] is ExpertState.FAILED
+    assert pool.counts()["corrupt"] == 1
+    assert pool.touch(2)
+    pool.settle()
+    assert pool.check(2)
+    with pytest.raises(NativeError):
+        pool.check(4)
+
+
 def test_a_truncated_file_is_a_load_cut_short() -> None:
     with pooled(Case.of(decoder()), PORTABLE, 0.25, reads_ahead=False) as (plan, weights):
         for file in weights.pool.files:
