@@ -193,7 +193,7 @@ class ExpertPool:
     def check(self, number: int) -> bool:
         """Look at an expert in memory again; one that changed is dropped, and read anew later.
 
-        Call it where no run goes on. An expert that is not in memory, or in use, is as it should be.
+        Call it where no run goes on. One that is not in memory, or in use, counts as unchanged.
 
         Raises:
             NativeError: There is no such expert.
