@@ -30,6 +30,7 @@ from compiler.kernels.program import (
 )
 from compiler.kernels.registry import KERNELS
 from compiler.quant.constant_time import CONSTANT_TIME, constant_time
+from compiler.quant.record import CalibrationRecord
 from compiler.quant.w8 import round_w8
 from tests.factories.kernels import Case, native_targets, raw
 from tests.factories.modules import ModuleBuilder
@@ -236,20 +237,25 @@ def test_it_refuses_operations_that_go_where_values_say() -> None:
     assert not any(KERNELS[op].is_reference for op in CONSTANT_TIME)
 
 
-def test_how_many_experts_a_step_takes_does_not_follow_its_entropy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("search", ["band_module", "search_steering"])
+def test_which_experts_a_step_takes_follows_neither_entropy_nor_memory(
+    search: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried = []
-    whole = portable_stage.band_module
-    monkeypatch.setattr(
-        portable_stage, "band_module", lambda *given: tried.append(1) or whole(*given)
-    )
+    record = CalibrationRecord({}, (), ())
+    known = []
+    whole = getattr(portable_stage, search)
+
+    def noted(*given: object) -> object:
+        known.append(record in given)
+        return whole(*given)
+
+    monkeypatch.setattr(portable_stage, "record_cached", lambda *_: record)
+    monkeypatch.setattr(portable_stage, search, noted)
     directory = linear_submission(tmp_path / "submission")
     options = CompileOptions("x86-64-v3", "block", "1", cache_dir=tmp_path / "cache")
-    compile_model(directory, replace(options, constant_time=True))
-    assert not tried
     compile_model(directory, options)
-    assert tried
+    compile_model(directory, replace(options, constant_time=True))
+    assert known == [True, False]
 
 
 def test_a_compilation_says_that_it_was_asked(tmp_path: Path) -> None:
