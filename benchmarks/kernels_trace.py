@@ -48,7 +48,7 @@ def trace_claims(target_id: str) -> list[Claim]:
         name: NativePlan(compile_shared(text, target, CACHE), emitted.plan_bytes, emitted.sections)
         for name, text in (("off", source), ("on", source), ("none", bare))
     }
-    trace = Trace(plans["on"].plan)
+    trace = Trace(plans["on"])
     trace.attach(plans["on"])
     x = {"x": np.zeros(1, np.float32).data}
 

@@ -23,9 +23,10 @@ import numpy as np
 
 from benchmarks.answer import build
 from benchmarks.runner import RESULTS, Claim, interleaved, main
-from compiler.contract.native_trace import Event, Kind, chrome_json, traced
+from compiler.contract.native_trace import Event, Kind, traced
 from compiler.contract.pipeline import PREFILL, SEE, Pipeline, parse_pipeline
 from compiler.contract.session import STEP, hold, seeing, step_inputs
+from compiler.contract.trace_files import chrome_json
 from compiler.driver.choose_pruning import rule_json, sweep
 from compiler.driver.options import CompiledBundle
 from compiler.frontend.pipeline_json import FILE_NAME
@@ -39,6 +40,7 @@ BAR: Final = 1.25
 TRACED: Final = 51
 QUESTION: Final = (1, 30, 31, 3)
 TIMELINE: Final = "slices-timeline.json"
+LANES: Final = {0: "eye 1", 1: "eye 2", 2: "voice"}
 _MS: Final = 1e3
 
 
@@ -104,7 +106,7 @@ def _timeline(
     """Write the fastest run's timeline; return the share of keeping that seeing went on beside."""
     events = min((_traced(backends, plan, slices) for _ in range(TRACED)), key=_duration_ns)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / TIMELINE).write_text(chrome_json(events, "eyes 0 and 1, voice 2"))
+    (RESULTS / TIMELINE).write_text(chrome_json(events, names=LANES))
     runs = [event for event in events if event.kind is Kind.RUN]
     seen = [event for event in runs if event.program == SEE]
     kept = [event for event in runs if event.program == PREFILL]

@@ -10,6 +10,7 @@ from typing import Final
 
 from compiler.contract.errors import ContractError
 from compiler.contract.rule_language import comparisons
+from compiler.contract.trace_files import TRACE_FORMATS
 from device_agent.agent import Agent
 from device_agent.asking import ask, questions
 from device_agent.config import ISA_LEVELS, AgentConfig, load_config
@@ -99,7 +100,7 @@ def _ask(config: AgentConfig, options: argparse.Namespace) -> int:
 
 def _trace(config: AgentConfig, options: argparse.Namespace) -> int:
     asked = questions(config, options.image, options.card, options.prompt, tuple(options.words))
-    for line in trace_answers(config, asked, options.out):
+    for line in trace_answers(config, asked, options.out, options.format):
         result(line)
     return EXIT_OK
 
@@ -131,6 +132,17 @@ def _check_rules(_config: AgentConfig, options: argparse.Namespace) -> int:
         result(f"{rule.name}: {rung}, priority {rule.priority}, looks at {', '.join(signals)}")
     result(f"{options.file.name}: rules: {len(rules)}, no fault found")
     return EXIT_OK
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="file for the trace")
+    parser.add_argument(
+        "--format",
+        choices=tuple(TRACE_FORMATS),
+        default="json",
+        help="json also opens in chrome://tracing; perfetto is smaller (default json)",
+    )
+    _add_question(parser)
 
 
 def _add_infer(parser: argparse.ArgumentParser) -> None:
@@ -192,8 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     trace = commands.add_parser(
         "trace", parents=[common], help="ask, and write what ran when, for ui.perfetto.dev"
     )
-    trace.add_argument("--out", type=Path, required=True, help="file for the trace, JSON")
-    _add_question(trace)
+    _add_trace(trace)
     trace.set_defaults(command=_trace)
     probed = commands.add_parser("probe", parents=[common], help="what this machine can do")
     probed.add_argument("--json", action="store_true", help="for machines")

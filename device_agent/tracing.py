@@ -1,7 +1,8 @@
 """Trace an answer of the installed bundle from end to end, into a file that Perfetto opens.
 
-Reads the state folder, changes nothing in it. One row of the file is an answer, within it each
-native run, within those each operation by name, and the pieces that threads shared.
+Reads the state folder, changes nothing in it. A track of the file is a thread: the one that runs
+has each answer, within it each native run, within those each operation by name, and what it stalled
+for; others have the pieces that threads shared, and the experts that are read beside the runs.
 """
 
 import time
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from compiler.contract.errors import ContractError
 from compiler.contract.native import NativePlan
-from compiler.contract.native_trace import Event, Kind, chrome_json, traced
+from compiler.contract.native_trace import Event, Kind, traced
+from compiler.contract.trace_files import TRACE_FORMATS
 from device_agent.asking import answer_line
 from device_agent.config import AgentConfig
 from device_agent.errors import BundleError, ConfigurationError
@@ -19,13 +21,16 @@ from device_agent.runtime.answers import BundleAnswerer, Question
 from device_agent.runtime.bundle import installed_bundle, load_bundle
 
 
-def trace_answers(config: AgentConfig, asked: Sequence[Question], out: Path) -> Iterator[str]:
+def trace_answers(
+    config: AgentConfig, asked: Sequence[Question], out: Path, form: str
+) -> Iterator[str]:
     """Ask as `ask` does and write the trace; yield one line per answer, then what was written.
 
     Args:
         config: Of the device.
         asked: The questions, in order; the first one also warms up, before the trace begins.
-        out: Where the trace goes, JSON of the trace event format.
+        out: Where the trace goes.
+        form: Name of a format of `TRACE_FORMATS`.
 
     Raises:
         NoBundleError: Nothing is installed.
@@ -54,7 +59,7 @@ def trace_answers(config: AgentConfig, asked: Sequence[Question], out: Path) -> 
         plan.close()
     events = trace.events()
     try:
-        out.write_text(chrome_json([*spans, *events]), encoding="utf-8")
+        out.write_bytes(TRACE_FORMATS[form]([*spans, *events]))
     except OSError as error:
         raise ConfigurationError(f"--out: {out} cannot be written: {error}") from error
     yield f"{len(events)} events ({trace.lost} lost) written to {out}"

@@ -311,6 +311,19 @@ class ExpertPool:
         """Whether a thread is lent for reading ahead."""
         return bool(self._calls["reads_ahead"](self.address))
 
+    def trace(self, address: int | None) -> None:
+        """Have loads, waits, stalls and evictions written to the `SfTrace` at an address, or none.
+
+        Kernels that were built before pools were traced write nothing. Any thread may call this
+        at any time; nothing is written to the old trace when it returns.
+
+        Raises:
+            NativeError: Another trace is written already.
+        """
+        call = self._library.bind("sf_pool_set_trace", ctypes.c_int32, (_P, _P))
+        if call is not None and call(self.address, address):
+            raise NativeError("this pool of experts is traced already: end that trace first")
+
     def serve(self) -> None:
         """Lend the calling thread for reading ahead, until `dismiss`; one at most."""
         self._calls["io"](self.address)

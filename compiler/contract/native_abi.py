@@ -118,7 +118,7 @@ class SfEvent(ctypes.Structure):
         ("program", ctypes.c_uint32),
         ("call", ctypes.c_uint32),
         ("piece", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("point", ctypes.c_uint32),
     )
 
 

@@ -93,6 +93,41 @@ class Eviction(IntEnum):
     """For comparison."""
 
 
+class TracePoint(IntEnum):
+    """What an event of a trace is about; see trace.c.in."""
+
+    RUN = 0
+    """A run, one of its calls or a piece of one."""
+    LOAD = 1
+    """A run reads an expert that it needs."""
+    AHEAD = 2
+    """The reading thread reads an expert that is likely to be needed."""
+    CHOSEN = 3
+    """The reading thread reads an expert that a row chose, while the run is at others."""
+    WAIT = 4
+    """A run waits for another thread's read of the expert that it needs."""
+    STALL = 5
+    """A run has nothing to do until it has an expert: loads and waits lie within."""
+    EVICT = 6
+    """An expert goes; takes no time."""
+
+
+class TraceOutcome(IntEnum):
+    """How it ended, or for a stall why it came about."""
+
+    DONE = 0
+    FAILED = 1
+    """The read was cut short, or read other bytes than those that were verified."""
+    TAKEN = 2
+    """A run took the read over from the reading thread, or took its room."""
+    LATE = 3
+    """A stall: the expert was asked for or being read, but not there yet."""
+    MISSED = 4
+    """A stall: nobody had asked for the expert."""
+    UNUSED = 5
+    """An eviction: the expert was read ahead in vain."""
+
+
 class SfPoolExpert(ctypes.Structure):
     """One expert of a pool: a whole section in a file of its own."""
 

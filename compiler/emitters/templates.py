@@ -22,7 +22,14 @@ from compiler.contract.operations import (
     UnaryKind,
 )
 from compiler.contract.plan_format import Kind, KvKind, Status
-from compiler.contract.pool_abi import BuddyStatus, Eviction, ExpertState, PoolKnob
+from compiler.contract.pool_abi import (
+    BuddyStatus,
+    Eviction,
+    ExpertState,
+    PoolKnob,
+    TraceOutcome,
+    TracePoint,
+)
 from compiler.contract.reference import MapKind, PoolKind, ReduceKind, ScatterKind
 from compiler.kernels import constants, reference, registry
 
@@ -44,6 +51,8 @@ _ENUMS: Final[tuple[type[IntEnum], ...]] = (
     PoolKnob,
     Eviction,
     BuddyStatus,
+    TracePoint,
+    TraceOutcome,
     MapKind,
     ReduceKind,
     PoolKind,

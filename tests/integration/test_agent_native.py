@@ -24,6 +24,7 @@ from device_agent.ports import Ports
 from device_agent.probe.linux import probe
 from device_agent.runtime.evaluation import EvaluationSet, load_evaluation
 from examples.edgecard.materialise import materialise
+from tests.factories.trace_files import read_chrome, read_perfetto
 from tests.simulators.bundles import ToyBundle
 from tests.simulators.device import Device, toy_config
 from tests.simulators.release_server import ReleaseServer
@@ -279,6 +280,7 @@ def test_it_traces_an_answer_from_the_command_line(
     assert main([*command, str(out)]) == 0
     *answers, last = capsys.readouterr().out.splitlines()
     assert last.endswith(f"(0 lost) written to {out}")
+    assert "runs" in read_chrome(out.read_text())
     rows = [row for row in json.loads(out.read_text())["traceEvents"] if row["ph"] == "X"]
     spans = {
         kind: [row for row in rows if row["cat"] == kind] for kind in ("answer", "run", "call")
@@ -290,6 +292,11 @@ def test_it_traces_an_answer_from_the_command_line(
         for row in spans[inner]:
             inside = (s["ts"] <= row["ts"] <= s["ts"] + s["dur"] for s in spans[outer])
             assert any(inside), row
+    packed = tmp_path / "trace.pftrace"
+    assert main([*command, str(packed), "--format", "perfetto"]) == 0
+    capsys.readouterr()
+    depths = {s.category: s.depth for s in read_perfetto(packed.read_bytes())["runs"]}
+    assert depths.items() >= {"answer": 0, "run": 1, "call": 2}.items()
     assert main([*command, str(tmp_path / "absent" / "trace.json")]) == 1
     assert "cannot be written" in capsys.readouterr().err
 

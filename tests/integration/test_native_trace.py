@@ -1,20 +1,27 @@
 """Trace points: every call with name and times, every shared piece with its thread."""
 
 import itertools
-import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from compiler.contract.native import NativePlan
 from compiler.contract.native_errors import NativeError, UnsupportedPlanError
-from compiler.contract.native_trace import Kind, Trace, chrome_json, traced
+from compiler.contract.native_trace import READS, Event, Kind, Trace, traced
+from compiler.contract.pool_abi import ExpertState, PoolKnob, TraceOutcome
+from compiler.contract.pooled_weights import PooledWeights
+from compiler.contract.trace_files import chrome_json, perfetto_trace
 from compiler.kernels import registry
-from tests.factories.kernels import Case, ids, native_targets, raw
+from tests.factories.kernels import Case, ids, library, native_targets, raw
 from tests.factories.modules import small_decoder
+from tests.factories.pools import pooled
+from tests.factories.trace_files import read_chrome, read_perfetto
 from tests.factories.wide_calls import CASES, ROWS, inputs
+from tests.integration.test_native_pool import conversation, decoder, talk
 from tests.integration.test_native_threads import load
 
 TARGETS = native_targets()
@@ -84,16 +91,17 @@ def test_a_full_ring_keeps_the_newest() -> None:
     assert [e.call for e in events[:-1]] == list(range(events[0].call, events[0].call + 7))
 
 
-def test_it_writes_what_perfetto_reads() -> None:
+def test_both_files_hold_every_event() -> None:
     case = Case.of(small_decoder(4))
     with case.native(TARGETS[0]) as plan, traced(plan) as trace:
         decoder_runs(plan)
-    document = json.loads(chrome_json(trace.events()))
-    rows = [row for row in document["traceEvents"] if row["ph"] == "X"]
-    assert {row["cat"] for row in rows} == {"run", "call"}
-    assert {row["name"] for row in rows} >= {"see", "step", "LINEAR", "EXPERTS", "ATTENTION"}
-    assert all(row["dur"] >= 0 and row["ts"] > 0 for row in rows)
-    assert [row["ts"] for row in rows] == sorted(row["ts"] for row in rows)
+    events = trace.events()
+    document = read_chrome(chrome_json(events))
+    assert read_perfetto(perfetto_trace(events)) == document
+    (run,) = document.values()
+    assert len(run) == len(events)
+    assert {s.category: s.depth for s in run} == {"run": 0, "call": 1}
+    assert {s.name for s in run} >= {"see", "step", "LINEAR", "EXPERTS", "ATTENTION"}
 
 
 def test_it_refuses_a_ring_that_is_none_and_a_plan_that_is_closed() -> None:
@@ -101,7 +109,7 @@ def test_it_refuses_a_ring_that_is_none_and_a_plan_that_is_closed() -> None:
     with case.native(TARGETS[0]) as plan:
         for slots in (0, 3, 1 << 25):
             with pytest.raises(NativeError, match="power of two"):
-                Trace(plan.plan, slots)
+                Trace(plan, slots)
     with pytest.raises(NativeError, match="closed"), traced(plan):
         pass
 
@@ -138,3 +146,163 @@ def test_no_kernel_holds_a_trace_point() -> None:
         0
     ]
     assert "trace" not in plain
+
+
+# ---- pools ----
+
+
+def counted(weights: PooledWeights, before: dict[str, int]) -> dict[str, int]:
+    now = weights.pool.counts()
+    return {name: now[name] - before[name] for name in now}
+
+
+def events_of(events: list[Event], *kinds: Kind) -> list[Event]:
+    return [event for event in events if event.kind in kinds]
+
+
+def lies_in(event: Event, around: list[Event]) -> bool:
+    return any(
+        a.thread == event.thread and a.start_ns <= event.start_ns <= event.end_ns <= a.end_ns
+        for a in around
+    )
+
+
+@pytest.mark.parametrize("target", [TARGETS[0], TARGETS[-1]])
+def test_a_pool_tells_what_it_loads_and_whom_a_run_waited_for(target: str) -> None:
+    case = Case.of(decoder())
+    with case.native(target) as plain:
+        expected = talk(plain, conversation())
+    with pooled(case, target, 0.25) as (plan, weights):
+        names = {expert.name for expert in weights.layout.experts}
+        before = weights.pool.counts()
+        with traced(plan) as trace:
+            assert talk(plan, conversation()) == expected
+            wait_for_idle(weights)
+            counts = counted(weights, before)
+    events = trace.events()
+    stalls = events_of(events, Kind.STALL)
+    calls = events_of(events, Kind.CALL)
+    assert counts["misses"] > 0
+    outcomes = [event.outcome for event in stalls]
+    assert outcomes.count(TraceOutcome.MISSED) == counts["misses"]
+    assert outcomes.count(TraceOutcome.LATE) == counts["late"]
+    within = events_of(events, Kind.LOAD, Kind.WAIT)
+    assert {event.name for event in (*stalls, *within)} <= names
+    assert all(lies_in(event, stalls) for event in within)
+    assert all(lies_in(stall, [c for c in calls if c.name == "EXPERTS"]) for stall in stalls)
+    assert all(any(lies_in(part, [stall]) for part in within) for stall in stalls)
+    evicted = events_of(events, Kind.EVICT)
+    assert len(evicted) == counts["evictions"] > 0
+    unused = [event.outcome for event in evicted].count(TraceOutcome.UNUSED)
+    assert unused == counts["unused"]
+    assert all(event.start_ns == event.end_ns for event in evicted)
+
+
+def test_the_reading_thread_has_a_track_of_its_own_and_every_track_nests() -> None:
+    case = Case.of(decoder())
+    with pooled(case, TARGETS[-1], 0.25) as (plan, weights):
+        plan.threads = 2
+        before = weights.pool.counts()
+        with traced(plan) as trace:
+            for _ in range(5):
+                plan.kv_length = 0
+                talk(plan, conversation())
+            for _ in range(4):
+                weights.pool.begin_pass()  # what was used is stale now, and makes room
+            for number in range(len(weights.layout.experts)):
+                weights.pool.want(number)
+            wait_for_idle(weights)
+            counts = counted(weights, before)
+    events = trace.events()
+    reads = events_of(events, *READS)
+    done = [event for event in reads if event.outcome is TraceOutcome.DONE]
+    assert len(done) == counts["ahead"] > 0
+    assert Kind.AHEAD in {event.kind for event in reads}
+    (reader,) = {event.thread for event in reads}
+    assert reader not in {e.thread for e in events_of(events, Kind.RUN, Kind.CALL, Kind.PIECE)}
+    taken = [event.outcome for event in (*reads, *events_of(events, Kind.WAIT))]
+    assert taken.count(TraceOutcome.TAKEN) >= counts["timeouts"]
+    document = read_chrome(chrome_json(events))
+    assert read_perfetto(perfetto_trace(events)) == document
+    assert set(document) <= {"runs", "helps", "reads experts"}
+    assert {s.category for s in document["reads experts"]} <= {"ahead", "chosen", "evict"}
+    assert sum(map(len, document.values())) == len(events)
+    ends = {(event.thread, event.start_ns, event.end_ns) for event in events}
+    seen = {(s.start_ns, s.end_ns) for slices in document.values() for s in slices}
+    assert {(start, end) for _, start, end in ends} == seen, "nothing had to be cut to nest"
+
+
+def wait_for_idle(weights: PooledWeights) -> None:
+    """Wait until nothing is asked for."""
+    busy = {ExpertState.QUEUED, ExpertState.LOADING}
+    wait_for(lambda: not busy & set(weights.pool.states()))
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_read_that_a_run_takes_over_says_so() -> None:
+    case = Case.of(decoder())
+    with pooled(case, TARGETS[-1], 0.25) as (plan, weights):
+        pool = weights.pool
+        pool.set(PoolKnob.DELAY_US, 200_000)
+        states = enumerate(pool.states())
+        absent = [
+            n for n, state in states if state is ExpertState.ABSENT and not pool.files[n].layer
+        ]
+        with traced(plan) as trace:
+            pool.begin_pass()
+            pool.choose(absent[:2])
+            wait_for(lambda: pool.states()[absent[1]] is ExpertState.LOADING)
+            assert pool.touch(absent[1])
+            pool.settle()
+            assert weights._reader is not None
+            weights._reader.close()
+        assert pool.counts()["timeouts"] == 1
+    name = weights.layout.experts[absent[1]].name
+    told = [(e.kind, e.outcome) for e in trace.events() if e.name == name]
+    assert sorted(told) == [
+        (Kind.CHOSEN, TraceOutcome.TAKEN),
+        (Kind.LOAD, TraceOutcome.DONE),
+        (Kind.STALL, TraceOutcome.LATE),
+        (Kind.WAIT, TraceOutcome.TAKEN),
+    ]
+
+
+def test_two_plans_over_one_pool_take_turns() -> None:
+    case = Case.of(decoder())
+    with (
+        pooled(case, TARGETS[-1], 0.25) as (plan, weights),
+        NativePlan(library(TARGETS[-1]), case.emitted.plan_bytes, weights) as other,
+    ):
+        with traced(plan) as first:
+            with pytest.raises(NativeError, match="pool of experts is traced"), traced(other):
+                pass
+            talk(other, conversation())
+        other.kv_length = 0
+        with traced(other) as second:
+            talk(other, conversation())
+        with traced(plan) as third:
+            pass
+    assert not events_of(first.events(), Kind.RUN)
+    assert events_of(first.events(), Kind.STALL), "of the plan that shares the pool"
+    assert len(events_of(second.events(), Kind.RUN)) == len(list(conversation()))
+    assert not events_of(third.events(), Kind.RUN, Kind.CALL)
+
+
+def test_pools_of_older_kernels_tell_nothing() -> None:
+    case = Case.of(decoder())
+    with pooled(case, TARGETS[-1], 0.25, reads_ahead=False) as (plan, weights):
+        bind = weights.pool._library.bind
+
+        def older(name: str, *rest: Any) -> Any:
+            return None if name == "sf_pool_set_trace" else bind(name, *rest)
+
+        weights.pool._library.bind = older  # type: ignore[method-assign]
+        with traced(plan) as trace:
+            talk(plan, conversation())
+    assert {event.kind for event in trace.events()} == {Kind.RUN, Kind.CALL}
