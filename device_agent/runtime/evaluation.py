@@ -3,6 +3,7 @@
 `<stem>.json` holds cards with questions and right answers, `<stem>.npz` the pictures as uint8.
 """
 
+import io
 import json
 import random
 from collections.abc import Mapping
@@ -63,9 +64,12 @@ def _read(path: Path) -> bytes:
 
 
 def _images(path: Path) -> np.ndarray:
-    _read(path)
-    with np.load(path, allow_pickle=False) as archive:
-        images = np.asarray(archive["images"])
+    data = io.BytesIO(_read(path))
+    try:
+        with np.load(data, allow_pickle=False) as archive:
+            images = np.asarray(archive["images"])
+    except Exception as error:  # an archive that is none ends in errors of many kinds
+        raise EvaluationSetError(f"{path.name}: {type(error).__name__}: {error}") from error
     if images.dtype != np.uint8 or images.ndim < 2:
         raise EvaluationSetError(f"{path.name}: images must be uint8, one per row")
     return images

@@ -8,6 +8,7 @@ converted: what the model was trained on is for its makers to say, so another si
 
 import io
 import re
+import stat
 from pathlib import Path
 from typing import Final
 
@@ -17,8 +18,13 @@ from compiler.contract.pipeline import ImageSpec
 from device_agent.errors import PictureError
 
 MAX_IMAGE_BYTES: Final = 64 << 20
+MAX_HEAD_BYTES: Final = 4096
+"""Of a .pgm or .ppm, comments included."""
 _NPY: Final = b"\x93NUMPY"
-_NETPBM: Final = re.compile(rb"P([56])(?:\s+#[^\n]*)*\s+(\d+)\s+(\d+)\s+255\s", re.DOTALL)
+_GAP: Final = rb"(?:\s|#[^\n]*+\n)++"  # possessive: a head that is none is refused in linear time
+_NETPBM: Final = re.compile(
+    rb"P([56])" + _GAP + rb"(\d{1,9})" + _GAP + rb"(\d{1,9})" + _GAP + rb"255\s"
+)
 _CHANNELS: Final = {b"5": 1, b"6": 3}
 _KINDS: Final = "a picture is .npy (uint8), binary .pgm (grey) or binary .ppm (RGB), 255 levels"
 Picture = Path | str | bytes | bytearray | memoryview
@@ -32,11 +38,15 @@ def read_image(path: Path) -> bytes:
         PictureError: It cannot be read, or is no picture.
     """
     try:
-        if path.stat().st_size > MAX_IMAGE_BYTES:
-            raise PictureError(f"{path.name} is larger than {MAX_IMAGE_BYTES} bytes")
-        return decode_image(path.read_bytes(), path.name)
-    except OSError as error:
-        raise PictureError(f"{path.name} cannot be read: {error.strerror or error}") from error
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block, a device never end
+            raise PictureError(f"{path.name} is no file", hint=_KINDS)
+        with path.open("rb") as file:
+            data = file.read(MAX_IMAGE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise PictureError(f"{path.name} cannot be read: {error}") from error
+    if len(data) > MAX_IMAGE_BYTES:
+        raise PictureError(f"{path.name} is larger than {MAX_IMAGE_BYTES} bytes")
+    return decode_image(data, path.name)
 
 
 def decode_image(data: bytes, name: str) -> bytes:
@@ -51,7 +61,7 @@ def decode_image(data: bytes, name: str) -> bytes:
     """
     if data.startswith(_NPY):
         return _npy(data, name)
-    match = _NETPBM.match(data)
+    match = _NETPBM.match(data, 0, MAX_HEAD_BYTES)
     if match is None:
         raise PictureError(f"{name} is no picture", hint=_KINDS)
     size = int(match[2]) * int(match[3]) * _CHANNELS[match[1]]
@@ -90,7 +100,7 @@ def pixels_of(picture: Picture, spec: ImageSpec | None) -> bytes:
 def _npy(data: bytes, name: str) -> bytes:
     try:
         pixels = np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, OSError, EOFError, MemoryError) as error:
+    except Exception as error:  # a head that is none ends in errors of many kinds
         raise PictureError(f"{name} cannot be read: {error}") from error
     if pixels.dtype != np.uint8:
         raise PictureError(f"{name}: pixels must be uint8, not {pixels.dtype}", hint=_KINDS)

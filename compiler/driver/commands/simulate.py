@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 import lzma
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -43,7 +44,7 @@ MAX_JSON_BYTES: Final = 256 * 1024 * 1024
 _DTYPES: Final[Mapping[str, Any]] = {"f32": np.float32, "i32": np.int32, "u8": np.uint8}
 _UNREADABLE: Final = (
     *(ValueError, TypeError, AttributeError, OverflowError, EOFError, RuntimeError, MemoryError),
-    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError),
 )
 Arrays = dict[str, NDArray[Any]]
 

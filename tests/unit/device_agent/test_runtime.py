@@ -1,4 +1,6 @@
 import json
+import os
+import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,7 +35,7 @@ from device_agent.runtime.bundle import LoadedBundle
 from device_agent.runtime.degrade_keeper import DEFAULT_RULES, DegradeKeeper, rungs_of
 from device_agent.runtime.evaluation import QuestionSource, load_evaluation
 from device_agent.runtime.host import SessionHost
-from device_agent.runtime.pictures import read_image
+from device_agent.runtime.pictures import decode_image, read_image
 from device_agent.telemetry.counters import Counters
 from device_agent.workload import AnswerLoop
 from tests.simulators.engine import ToyAnswerer
@@ -276,6 +278,10 @@ def write_set(folder: Path, document: Any = None, images: Any = None) -> Path:
     return path
 
 
+def npy_head(text: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+
+
 class TestEvaluationSet:
     def test_it_reads_questions_with_their_pictures(self, tmp_path: Path) -> None:
         (asked,) = load_evaluation(write_set(tmp_path)).questions
@@ -302,6 +308,11 @@ class TestEvaluationSet:
             load_evaluation(write_set(tmp_path, images=np.zeros((2, 2), np.float32)))
         with pytest.raises(EvaluationSetError):
             load_evaluation(write_set(tmp_path, images=np.array([{}], dtype=object)))
+        for damaged in (b"PK\3\4 and no archive", b"PK", npy_head("{")):
+            path = write_set(tmp_path)
+            (tmp_path / "evaluation.npz").write_bytes(damaged)
+            with pytest.raises(EvaluationSetError, match=r"evaluation\.npz"):
+                load_evaluation(path)
         (tmp_path / "evaluation.npz").unlink()
         with pytest.raises(EvaluationSetError, match="cannot be read"):
             load_evaluation(tmp_path / "evaluation.json")
@@ -320,6 +331,36 @@ class TestEvaluationSet:
             read_image(tmp_path / "d.npy")
         with pytest.raises(PictureError):
             read_image(tmp_path / "none.npy")
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"P5" + b" #" * 1000,
+            b"P5" + b" " * 100_000 + b"2 2 255 \x01\x02\x03\x04",
+            b"P5 " + b"9" * 5000 + b" 1 255 ",
+            npy_head("{"),
+            npy_head("{[]: 1}"),
+            npy_head("'''"),
+            npy_head("{'descr': '|u1', 'fortran_order': False, 'shape': (True,)}"),
+            npy_head("{'descr': '|u1', 'fortran_order': False, 'shape': (1" + "0" * 30 + ",)}"),
+        ],
+        ids=["comments", "spaces", "digits", "open", "list", "quotes", "shape", "size"],
+    )
+    def test_heads_that_are_none_are_refused(self, data: bytes) -> None:
+        with pytest.raises(PictureError):
+            decode_image(data, "the picture")
+
+    def test_comments_may_stand_between_the_numbers_of_a_head(self) -> None:
+        head = b"P5\n# made by hand # twice\n2 # wide\n1\n255\n"
+        assert decode_image(head + b"#\n", "the picture") == b"#\n"
+
+    def test_what_is_no_file_is_not_read(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe.pgm")
+        for path in (tmp_path / "pipe.pgm", tmp_path, Path("/dev/zero")):
+            with pytest.raises(PictureError, match="no file"):
+                read_image(path)
+        with pytest.raises(PictureError, match="cannot be read"):
+            read_image(Path("a\0b"))
 
 
 class BandedFake(FakeRunner):
