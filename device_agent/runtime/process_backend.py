@@ -138,8 +138,9 @@ class ProcessBackend(Backend):
 
     def _start(self) -> None:
         self._kv_length = 0
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `_end`
+        script = self._script()
         try:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `_end`
             self._child = subprocess.Popen(  # noqa: S603 -- as configured, without a shell
                 self._command,
                 cwd=_PACKAGE_ROOT,
@@ -160,9 +161,14 @@ class ProcessBackend(Backend):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
         try:
-            self._exchange(self._script(), 0, time.monotonic() + START_TIMEOUT_S)
+            reply, _ = self._exchange(script, 0, time.monotonic() + START_TIMEOUT_S)
         except (OSError, EOFError, ValueError) as error:
             raise self._crashed(f"it does not load the plan: {error}") from error
+        except BaseException:  # as in `_ask`: the next call starts another one
+            self._end()
+            raise
+        if reply.status != Status.OK:
+            raise self._crashed(f"it does not load the plan: status {reply.status}")
 
     def _write(self, data: bytes, deadline: float) -> None:
         assert self._child is not None
@@ -198,7 +204,7 @@ class ProcessBackend(Backend):
         """End the process and return the error that tells how it went."""
         status, told = self._end()
         if status is not None and status < 0:
-            why = f"{why}; ended by {signal.Signals(-status).name}"
+            why = f"{why}; ended by {_signal_name(-status)}"
         elif status:
             why = f"{why}; exit status {status}"
         return BackendCrashedError(
@@ -227,3 +233,11 @@ class ProcessBackend(Backend):
 
     def _unload(self) -> None:
         self._end()
+
+
+def _signal_name(number: int) -> str:
+    """Return what a signal is called; most of the real-time ones have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

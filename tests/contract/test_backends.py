@@ -1,10 +1,12 @@
 """One suite for every back end: what a caller may rely on, whoever runs the plan."""
 
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +26,10 @@ from compiler.contract.errors import ContractError
 from compiler.contract.native_errors import BadTokenError, TooManyTokensError
 from compiler.contract.pipeline import Pipeline, Port, ProgramSpec, parse_pipeline
 from compiler.contract.plan import Plan, parse_plan
+from compiler.contract.plan_format import Status
 from compiler.contract.runner_frames import (
     NONE,
+    REPLY,
     REQUEST,
     REQUEST_MAGIC,
     encode_script,
@@ -351,6 +355,48 @@ class TestProcesses:
     ) -> None:
         with pytest.raises(kind, match=message):
             ProcessBackend(command, card.plan).init()
+
+    @pytest.mark.parametrize(
+        ("number", "message"), [(signal.SIGTERM, "by SIGTERM"), (40, "by signal 40")]
+    )
+    def test_any_signal_that_ends_it_is_told(self, card: Card, number: int, message: str) -> None:
+        script = f"import os; os.kill(os.getpid(), {number})"
+        with pytest.raises(BackendCrashedError, match=message):
+            ProcessBackend([sys.executable, "-c", script], card.plan).init()
+
+    def test_a_runner_that_refuses_the_plan_is_not_asked(self, card: Card) -> None:
+        reply = REPLY.pack(Status.BAD_PLAN, NONE, 0, 0, 0)
+        script = f"import sys; sys.stdout.buffer.write({reply!r}); sys.stdout.flush(); input()"
+        backend = ProcessBackend([sys.executable, "-c", script], card.plan)
+        with pytest.raises(BackendCrashedError, match="does not load the plan: status"):
+            backend.init()
+        assert backend.pid is None
+
+    def test_an_interrupted_start_leaves_no_process(
+        self, card: Card, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        backend, started = ProcessBackend(["/bin/cat"], card.plan), []
+
+        def interrupt(*_: object) -> None:
+            started.append(backend.pid)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(backend, "_wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            backend.init()
+        assert (len(started), backend.pid) == (1, None)
+        with pytest.raises(ProcessLookupError):
+            os.kill(started[0], 0)
+
+    def test_a_full_disk_is_a_typed_error(
+        self, card: Card, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full() -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(tempfile, "TemporaryFile", full)
+        with pytest.raises(BackendAbsentError, match="No space left"):
+            ProcessBackend(["/bin/cat"], card.plan).init()
 
     def test_it_goes_with_its_parent(self, card: Card) -> None:
         module = ["-m", "device_agent.runtime.plan_runner", str(card.folder / "bundle")]
