@@ -21,13 +21,18 @@ _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def canonical_bytes(value: Json) -> bytes:
-    """Return the canonical UTF-8 JSON encoding of `value`."""
+    """Return the canonical UTF-8 JSON encoding of `value`.
+
+    Raises:
+        ContractError: It has no such encoding: not finite, too deep, a cycle, half of a pair of
+            surrogates, or an integer of too many digits.
+    """
     try:
         text = json.dumps(
             value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
         )
         return text.encode("utf-8")
-    except ValueError as error:  # non-finite numbers, cycles, lone surrogates
+    except (ValueError, RecursionError) as error:
         raise ContractError(f"not representable as canonical JSON: {error}") from error
 
 

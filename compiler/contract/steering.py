@@ -20,7 +20,6 @@ MOE_LAYER: none) and all other readers only carry it to a port. Pure, standard l
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import ClassVar, Final, Protocol
 
 from compiler.contract.errors import ContractError
@@ -29,6 +28,8 @@ from compiler.contract.operations import Op
 
 MAX_K: Final = 64
 MAX_PULL: Final = 64.0
+MAX_BIAS: Final = (2.0 - 2.0**-23) * 2.0**127
+"""The greatest finite f32: a larger bias would be infinite in the record."""
 SPREAD_RATE: Final = 0.0625
 """Weight of a row in the mean spread of its router."""
 CARRIERS: Final = (Op.ROWS_SLICE, Op.ROWS_CONCAT, Op.COLS_SLICE, Op.COLS_CONCAT)
@@ -83,7 +84,7 @@ class Steering:
                 raise SteeringError(f"{name} {value} is not between {low:g} and {high:g}")
         if self.bias and len(self.bias) != weights:
             raise SteeringError(f"a bias of {len(self.bias)} entries for {weights} weights")
-        if not all(map(isfinite, self.bias)):
+        if not all(-MAX_BIAS <= entry <= MAX_BIAS for entry in self.bias):
             raise SteeringError("a bias must be finite")
 
 

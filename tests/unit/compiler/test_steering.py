@@ -8,6 +8,7 @@ import pytest
 
 from compiler.contract.operations import RouteOrder
 from compiler.contract.steering import (
+    MAX_BIAS,
     MAX_PULL,
     Counts,
     Residency,
@@ -177,6 +178,14 @@ def _with_reader(reader: Op) -> Module:
         b.call(reader, [gate], [more], start=0, count=1)
     b.program("run", {"x": x}, {"y": y, "more": more})
     return b.module()
+
+
+@pytest.mark.parametrize("entry", [float("nan"), float("inf"), 1e39, -1e39, 10**400])
+def test_it_refuses_a_bias_that_no_f32_holds(entry: float) -> None:
+    with pytest.raises(SteeringError, match="finite"):
+        Steering(bias=(0.0, entry)).check(2)
+    Steering(bias=(MAX_BIAS, -MAX_BIAS)).check(2)
+    assert np.float32(MAX_BIAS) == np.finfo(np.float32).max == MAX_BIAS
 
 
 def test_it_refuses_a_table_of_another_plan() -> None:

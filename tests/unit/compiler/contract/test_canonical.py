@@ -55,7 +55,18 @@ def test_it_writes_one_byte_string_per_value(value, expected) -> None:
     assert canonical_bytes(value) == expected
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), "\ud800"])
+def deep() -> list:
+    value: list = []
+    for _ in range(200_000):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), -float("inf"), "\ud800", deep(), 10**5000],
+    ids=["nan", "inf", "-inf", "surrogate", "deep", "long"],
+)
 def test_it_refuses_values_without_a_canonical_form(value) -> None:
     with pytest.raises(ContractError):
         canonical_bytes({"x": value})
