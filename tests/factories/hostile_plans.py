@@ -17,14 +17,15 @@ import numpy as np
 from compiler.contract import native, native_weights
 from compiler.contract.errors import ContractError
 from compiler.contract.native import NativePlan
-from compiler.contract.operations import RouteOrder
+from compiler.contract.operations import ExpertAct, Op, RouteOrder
 from compiler.contract.plan import Plan, PlanProgram
 from compiler.contract.plan_format import Direction, DType
 from compiler.kernels.program import COO, CSR, ELL, NM, TILES
 from tests.factories.checked_kernels import GuardedMemory
 from tests.factories.kernels import Case, library, native_targets
+from tests.factories.legal_calls import draw
 from tests.factories.modules import small_decoder
-from tests.factories.w8 import product
+from tests.factories.w8 import product, routed
 from tests.integration.test_native_checks import checked
 from tests.integration.test_native_elements import linear, pruned
 from tests.integration.test_native_nm import linear as nm_linear
@@ -42,6 +43,11 @@ FEATURES: Final[Mapping[str, Callable[[], Case]]] = {
     "fused": lambda: Case.of(fused()),
     "nm": lambda: Case.of(nm_linear(NM, shared(90, 200))),
     "w8": lambda: Case.of(product(33, 40, None)),
+    "w8 step": lambda: Case.of(product(33, 40, None, x_step=0.05)),
+    "w8 experts": lambda: Case.of(routed(("w8", "w4"), ExpertAct.RELU, whole=False)),
+    "w8 layer": lambda: Case.of(routed(("w4", "w8"), ExpertAct.RELU, whole=True)),
+    "sparse conv": lambda: Case.of(draw(Op.SPARSE_CONV, 0).module),
+    "packed": lambda: Case.of(draw(Op.PACKED, 0).module),
     "i8 router": lambda: Case.of(router(7, 13, 8, RouteOrder.TOPK_SOFTMAX)),
     "i16 router": lambda: Case.of(router(7, 13, 16, RouteOrder.SIGMOID_TOPK)),
 }
