@@ -10,67 +10,40 @@ The caller must have verified the signature of all three: kernels are code. Stan
 import ctypes
 import threading
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final, Self
 
 from compiler.contract.expert_pages import PAGE_OPS
 from compiler.contract.native_abi import SfArgs, SfSetup, SfSizeReport
 from compiler.contract.native_errors import (
     NativeError,
-    TooManyTokensError,
     UnsupportedPlanError,
     raise_status,
 )
 from compiler.contract.native_library import MAX_THREADS, KernelLibrary, Workers
 from compiler.contract.native_memory import Memory
 from compiler.contract.native_policy import PolicySeat
+from compiler.contract.native_ports import NativeProgram, native_programs
 from compiler.contract.native_steering import SteeringSeat
 from compiler.contract.native_weights import Buffer, LoadedWeights
 from compiler.contract.pager import Pager, PagerHook
-from compiler.contract.plan import Plan, PlanBuffer, PlanCall, parse_plan
+from compiler.contract.plan import PlanCall, parse_plan
 from compiler.contract.plan_format import (
-    DTYPE_BYTES,
     MAX_ARENA_BYTES,
     MAX_CONTEXT_BYTES,
-    Direction,
     align,
 )
 from compiler.contract.pooled_weights import PooledWeights, Seat
 from compiler.contract.storage_rules import NEURON_KINDS
 
-
-@dataclass(frozen=True, slots=True)
-class _Port:
-    """A port's bytes in the arena."""
-
-    view: memoryview
-    row_bytes: int
-    dynamic: bool
-
-
-class _Program:
-    """Number, ports and output views of one program."""
-
-    def __init__(self, number: int, inputs: dict[str, _Port], outputs: dict[str, _Port]) -> None:
-        self.number = number
-        self.inputs = inputs
-        self.outputs = outputs
-        self.fixed = MappingProxyType({role: port.view for role, port in outputs.items()})
-        self.has_dynamic_outputs = any(port.dynamic for port in outputs.values())
-
-    def results(self, tokens: int) -> Mapping[str, memoryview]:
-        if not self.has_dynamic_outputs:
-            return self.fixed
-        return {
-            role: port.view[: tokens * port.row_bytes] if port.dynamic else port.view
-            for role, port in self.outputs.items()
-        }
+_BUSY: Final = "the plan is closed, or already running in another thread"
 
 
 class NativePlan:
-    """A plan ready to run. Not for two threads at once; a second caller is refused."""
+    """A plan ready to run. Not for two threads at once; a second caller is refused.
+
+    Any thread may close it: what runs then ends as it would, and nothing runs after it.
+    """
 
     def __init__(
         self,
@@ -106,9 +79,11 @@ class NativePlan:
         self._seat: Seat | None = None
         self._policy: PolicySeat | None = None
         self._steering: SteeringSeat | None = None
-        self._library: KernelLibrary | None = KernelLibrary(kernels)
+        loaded = KernelLibrary(kernels)
+        self._library: KernelLibrary | None = loaded
+        self._loaded: KernelLibrary | None = loaded
         try:
-            self._load(self._library, plan_bytes, sections)
+            self._load(loaded, plan_bytes, sections)
             self.threads = threads
         except BaseException:
             self.close()
@@ -158,7 +133,7 @@ class NativePlan:
         self._steering = SteeringSeat(library, memory.address, memory, weights_held)
         self._args = SfArgs(struct_bytes=ctypes.sizeof(SfArgs))
         self._args_address = ctypes.addressof(self._args)
-        self._programs = _programs(self.plan, memory.view[arena_at:])
+        self._programs = native_programs(self.plan, memory.view[arena_at:])
 
     @property
     def threads(self) -> int:
@@ -173,16 +148,13 @@ class NativePlan:
             NativeError: The number is out of range, or the plan is running or closed.
         """
         _require_threads(threads)
-        if self._library is None or not self._lock.acquire(blocking=False):
-            raise NativeError("threads cannot change while the plan is running or closed")
+        library = self._take("threads cannot change while the plan is running or closed")
         try:
             if self._workers is not None:
                 self._workers.close()
-            self._workers = Workers(
-                self._library, self._context, self._memory, threads - 1, self.cpus
-            )
+            self._workers = Workers(library, self._context, self._memory, threads - 1, self.cpus)
         finally:
-            self._lock.release()
+            self._give()
 
     @property
     def lost_threads(self) -> int:
@@ -198,9 +170,7 @@ class NativePlan:
             NativeError: The plan is running or closed, or writes to another trace already.
             UnsupportedPlanError: The kernels were built before there were traces.
         """
-        library = self._library
-        if library is None or not self._lock.acquire(blocking=False):
-            raise NativeError("a trace cannot change while the plan is running or closed")
+        library = self._take("a trace cannot change while the plan is running or closed")
         try:
             if library.set_trace is None:
                 raise UnsupportedPlanError("these kernels have no trace points: build them again")
@@ -211,7 +181,7 @@ class NativePlan:
                 raise_status(status, "trace")
             self._is_traced = address is not None
         finally:
-            self._lock.release()
+            self._give()
 
     @property
     def policy(self) -> PolicySeat:
@@ -295,14 +265,10 @@ class NativePlan:
             NativeError: An input is missing or of a wrong size, or a run-time error (see the
                 subclasses). The cache is as before.
         """
-        library = self._library
-        chosen = self._programs.get(program) if library is not None else None
-        if library is None or chosen is None:
-            raise NativeError(f"there is no program {program!r}, or the plan is closed")
-        if not self._lock.acquire(blocking=False):
-            raise NativeError("the plan is already running in another thread")
+        library = self._take(_BUSY)
         try:
-            tokens = self._fill(chosen, inputs)
+            chosen = self._chosen(program)
+            tokens = chosen.fill(inputs, self.plan.max_tokens)
             self._args.tokens = tokens
             status = library.run(self._context, chosen.number, self._args_address)
             if self._pager is not None:
@@ -311,7 +277,7 @@ class NativePlan:
                 raise_status(status, f"program {program!r} call {self._args.failed_call}")
             return chosen.results(tokens)
         finally:
-            self._lock.release()
+            self._give()
 
     def run_calls(
         self, program: str, inputs: Mapping[str, Buffer] | None, first: int, count: int, tokens: int
@@ -334,16 +300,16 @@ class NativePlan:
             NativeError: As `run`.
             UnsupportedPlanError: The kernels were built before this was possible.
         """
-        library = self._library
-        chosen = self._programs.get(program) if library is not None else None
-        if library is None or chosen is None or min(first, count) < 0:
-            raise NativeError(f"there is no program {program!r}, or the plan is closed")
-        if library.run_calls is None:
-            raise UnsupportedPlanError("these kernels cannot run single calls: build them again")
-        if not self._lock.acquire(blocking=False):
-            raise NativeError("the plan is already running in another thread")
+        library = self._take(_BUSY)
         try:
-            self._args.tokens = tokens if inputs is None else self._fill(chosen, inputs)
+            chosen = self._chosen(program)
+            if min(first, count) < 0:
+                raise NativeError(f"there are no calls {first} to {first + count}")
+            if library.run_calls is None:
+                raise UnsupportedPlanError("these kernels run no single calls: build them again")
+            self._args.tokens = (
+                tokens if inputs is None else chosen.fill(inputs, self.plan.max_tokens)
+            )
             status = library.run_calls(
                 self._context, chosen.number, first, count, self._args_address
             )
@@ -351,7 +317,26 @@ class NativePlan:
                 raise_status(status, f"program {program!r} call {self._args.failed_call}")
             return int(self._args.tokens)
         finally:
+            self._give()
+
+    def _take(self, refusal: str) -> KernelLibrary:
+        """Have the plan for one call, until `_give`; refuse what is closed or at a call."""
+        if self._lock.acquire(blocking=False):
+            if self._library is not None:
+                return self._library
             self._lock.release()
+        raise NativeError(refusal)
+
+    def _give(self) -> None:
+        """Give the plan back; one that was closed meanwhile is unloaded now."""
+        self._lock.release()
+        if self._library is None:
+            self.close()
+
+    def _chosen(self, program: str) -> NativeProgram:
+        if program not in self._programs:
+            raise NativeError(f"there is no program {program!r}")
+        return self._programs[program]
 
     def check_counts(self, program: str) -> dict[int, tuple[int, int]]:
         """Return, by call with a run-time check, how often it held and how often it did not.
@@ -402,25 +387,6 @@ class NativePlan:
                 found[at] = (int(counts[0]), int(counts[1]))
         return found
 
-    def _fill(self, program: _Program, inputs: Mapping[str, Buffer]) -> int:
-        if inputs.keys() != program.inputs.keys():
-            raise NativeError(f"inputs must be {sorted(program.inputs)}, not {sorted(inputs)}")
-        tokens = 0
-        for role, port in program.inputs.items():
-            data = memoryview(inputs[role]).cast("B")
-            size = len(data)
-            if port.dynamic:
-                rows = size // port.row_bytes
-                if rows * port.row_bytes != size or rows < 1 or tokens not in (0, rows):
-                    raise NativeError(f"input {role!r} of {size} bytes does not fit the others")
-                if size > len(port.view):
-                    raise TooManyTokensError(f"{rows} tokens, at most {self.plan.max_tokens}")
-                tokens = rows
-            elif size != len(port.view):
-                raise NativeError(f"input {role!r} has {size} bytes, not {len(port.view)}")
-            port.view[:size] = data
-        return tokens
-
     def set_pager(self, pager: Pager) -> None:
         """Have `pager` told, within runs, which experts are prefetched, loaded and used.
 
@@ -456,13 +422,22 @@ class NativePlan:
             raise_status(status, f"cache of {length} rows")
 
     def close(self) -> None:
-        """Unload the kernels. Memory goes when the last result view goes.
+        """Unload the kernels; where another thread is at a call, it does so after it.
 
-        Threads that a damaged context does not let go keep kernels and memory as they are.
+        Memory goes when the last result view goes. Threads that a damaged context does not let go
+        keep kernels and memory as they are.
         """
-        library, self._library = self._library, None
-        if library is None:
+        self._library = None
+        if not self._lock.acquire(blocking=False):
             return
+        try:
+            library, self._loaded = self._loaded, None
+            if library is not None:
+                self._unload(library)
+        finally:
+            self._lock.release()
+
+    def _unload(self, library: KernelLibrary) -> None:
         for swapped in (self._policy, self._steering):
             if swapped is not None:
                 swapped.close()
@@ -482,18 +457,3 @@ class NativePlan:
 def _require_threads(threads: int) -> None:
     if not 1 <= threads <= MAX_THREADS:
         raise NativeError(f"{threads} threads are out of range: 1 to {MAX_THREADS}")
-
-
-def _programs(plan: Plan, arena: memoryview) -> dict[str, _Program]:
-    programs = {}
-    for number, program in enumerate(plan.programs):
-        ports: dict[Direction, dict[str, _Port]] = {Direction.INPUT: {}, Direction.OUTPUT: {}}
-        for port in program.ports:
-            ports[port.direction][port.role] = _port(plan.buffers[port.buffer], arena)
-        programs[program.name] = _Program(number, ports[Direction.INPUT], ports[Direction.OUTPUT])
-    return programs
-
-
-def _port(buffer: PlanBuffer, arena: memoryview) -> _Port:
-    view = arena[buffer.offset : buffer.offset + buffer.length]
-    return _Port(view, buffer.cols * DTYPE_BYTES[buffer.dtype], buffer.dynamic)

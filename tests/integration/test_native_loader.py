@@ -12,7 +12,7 @@ from compiler.contract.native import NativePlan
 from compiler.contract.native_errors import NativeError, UnsupportedPlanError
 from compiler.contract.native_library import KernelLibrary
 from compiler.contract.native_memory import HUGE_PAGE_BYTES, Memory, huge_bytes_between
-from compiler.contract.operations import Op
+from compiler.contract.operations import ExpertEvent, Op
 from compiler.contract.plan import PlanError
 from compiler.emitters.backends import build_kernels
 from compiler.emitters.toolchain import compile_shared
@@ -63,6 +63,32 @@ def test_it_refuses_to_run_when_closed(case: Case) -> None:
     assert plan.kv_length == 0
     with pytest.raises(NativeError):
         plan.kv_length = 0
+
+
+@pytest.mark.parametrize("is_another", [False, True], ids=["same thread", "another thread"])
+def test_closed_within_a_run_it_ends_the_run_and_unloads(case: Case, is_another: bool) -> None:
+    with case.native(HOST) as other:
+        expected = raw(other.run("step", STEP))
+    before = open_files()
+    plan = case.native(HOST)
+
+    def close(_event: ExpertEvent, _weight: int) -> bool:
+        if is_another:
+            thread = threading.Thread(target=plan.close)
+            thread.start()
+            thread.join()
+        else:
+            plan.close()
+        assert open_files() == before + 1, "kernels that run stay"
+        return True
+
+    plan.set_pager(close)
+    assert raw(plan.run("step", STEP)) == expected
+    assert open_files() == before
+    with pytest.raises(NativeError, match="closed"):
+        plan.run("step", STEP)
+    with pytest.raises(NativeError, match="closed"):
+        plan.threads = 2
 
 
 def test_it_loads_two_libraries_side_by_side(case: Case) -> None:
