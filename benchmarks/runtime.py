@@ -38,6 +38,7 @@ from benchmarks.runtime_memory import (
     open_experts,
 )
 from benchmarks.runtime_model import runtime_shape, write_routed_plan
+from benchmarks.runtime_native import native_claims
 from benchmarks.runtime_trace import edgecard_trace
 from compiler.contract.pool_plan import internal
 from compiler.contract.session import STEP, step_inputs
@@ -113,6 +114,7 @@ def measure() -> list[Claim]:
         claims += part_claims(setting)
         claims += first_token_claims(setting)
         claims += memory_claims(setting)
+    claims += native_claims(target.id)
     return claims
 
 
