@@ -279,7 +279,8 @@ class ExpertPool:
         ahead and not used since. timeouts: reads of the lent thread that a run took over. ahead,
         unused: reads ahead, and those evicted unused. refused, dropped: asked for ahead in vain,
         for want of room, and too late. overshot: loads beyond the budget, while two contexts run.
-        failed, corrupt: loads that were cut short, that read other bytes than were verified.
+        failed, corrupt: loads that were cut short, that read other bytes than were verified;
+        `corrupt` also experts that were found changed in memory.
         stall_ns: time that runs waited. moved, fresh, returned: runs that changed their place, that
         the system gave, that went back. asked, given: bytes of experts in memory, and of the
         runs that hold them. free: bytes of runs that any expert could have at once. predicted,

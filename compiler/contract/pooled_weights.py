@@ -18,6 +18,7 @@ from compiler.contract.native_library import KernelLibrary
 from compiler.contract.native_memory import Memory
 from compiler.contract.native_weights import Buffer, SectionEntry, fill_table
 from compiler.contract.plan_format import align
+from compiler.contract.pool_abi import ExpertState
 from compiler.contract.pool_plan import PoolPlan
 
 _GIVEN_UP: Final[list[tuple[object, ...]]] = []
@@ -54,6 +55,8 @@ class PooledWeights:
                 address space.
         """
         self.layout: Final = layout
+        self.damaged: Final[set[str]] = set()
+        """Sections found changed and not mended; known to every plan that shares them."""
         self.pool: Final = ExpertPool(
             library,
             files,
@@ -66,8 +69,15 @@ class PooledWeights:
             expert.name: (self.pool.slot(number), expert.length)
             for number, expert in enumerate(layout.experts)
         }
+        self._copy(persistent)
+        self.pool.fill()
+        self._next = 0
+        self._reader = ReadAhead(self.pool) if reads_ahead else None
+
+    def _copy(self, persistent: Mapping[str, Buffer]) -> None:
+        """Copy what stays to the extent, one section after the other."""
         at = self.pool.extent
-        for name in layout.persistent:
+        for name in self.layout.persistent:
             if name not in persistent:
                 raise NativeError(f"section {name!r} is missing")
             data = memoryview(persistent[name]).cast("B")
@@ -75,18 +85,35 @@ class PooledWeights:
             memoryview(room).cast("B")[:] = data
             self._places[name] = at, len(data)
             at += align(len(data))
-        self.pool.fill()
-        self._reader = ReadAhead(self.pool) if reads_ahead else None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Sections that stay in memory, in order; experts come and go, checked each time."""
+        """Sections that stay in memory, in order; experts come and go, see `check_experts`."""
         return self.layout.persistent
 
     def section(self, name: str) -> memoryview:
         """Return the bytes of a persistent section as they are in memory now."""
         at, length = self._places[name]
         return memoryview((ctypes.c_char * length).from_address(at)).cast("B")
+
+    def check_experts(self, most_bytes: int) -> Mapping[str, bool]:
+        """Look at the next experts that are in memory, up to `most_bytes` and one at least.
+
+        Returns:
+            By section, whether it has the bytes that were verified; what has not is dropped and
+            read again when it is needed.
+        """
+        found: dict[str, bool] = {}
+        states = self.pool.states()
+        for _ in states:
+            number, self._next = self._next, (self._next + 1) % len(states)
+            if states[number] is ExpertState.PRESENT:
+                expert = self.layout.experts[number]
+                found[expert.name] = self.pool.check(number)
+                most_bytes -= expert.length
+            if most_bytes <= 0:
+                break
+        return found
 
     @property
     def size(self) -> int:

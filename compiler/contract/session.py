@@ -156,6 +156,7 @@ class Session:
         self._runner.kv_length = 0
         yield from seeing(self._pipeline, self._image or b"")
         self._seen = self._runner.kv_length
+        self._runner.kv_length = self._seen  # a cut: steered routers begin each answer alike
 
     def forget(self) -> None:
         """Have nothing in view."""

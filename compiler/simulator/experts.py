@@ -101,12 +101,12 @@ def _gates(s: Step, scores: Array, index: Array) -> Array:
 
 
 def _entropy(s: Step, logits: Array) -> Array:
-    """Return entropies (R, 1) of the softmax over all logits, nats."""
+    """Return entropies (R, 1) of the softmax over all logits, nats; NaN where one is not finite."""
     terms, total = softmax_terms(s, logits)
     mean = s.numerics.total(terms * logits)[:, None] / total
     top = logits.max(axis=1, keepdims=True)
     entropy = (top + s.numerics.log(total)) - mean
-    return np.asarray(np.where(entropy > 0, entropy, s.numerics.dtype(0)))
+    return np.asarray(np.where(entropy <= 0, s.numerics.dtype(0), entropy))
 
 
 def _scores(s: Step, logits: Array, order: int) -> Array:

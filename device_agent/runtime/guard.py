@@ -180,6 +180,7 @@ class InferenceGuard:
         opened = self._opened
         if opened is not None and opened.scrubber is not None and opened.scrubber.answered():
             found.append(FaultKind.CORRUPT_WEIGHTS)
+            self._seen_by = None  # the picture may have been seen with them
         if opened is not None and opened.answerer.lost_threads:
             found.append(FaultKind.DEAD_WORKER)
             self._restart()

@@ -2,13 +2,14 @@
 
 Answering and updating are independent threads. A swap replaces the seat; the answer in progress
 ends on the old bundle, which is closed after it. A native call that never returns keeps its old
-seat for ever and nothing else: the new bundle answers on a new thread.
+seat for ever and nothing else: the new bundle answers on a new thread. The picture in view stays in
+view: the first question without one after a swap is asked about the last one that was understood.
 """
 
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from device_agent.errors import NoBundleError
@@ -23,6 +24,8 @@ CLOSE_WAIT_S: Final = 15.0
 class _Seat:
     answerer: Answerer | None
     busy: threading.Lock = field(default_factory=threading.Lock)
+    is_new: bool = True
+    """Whether it was asked nothing yet, so that it has no picture in view."""
 
 
 class SessionHost:
@@ -31,6 +34,7 @@ class SessionHost:
     def __init__(self, close_wait_s: float = CLOSE_WAIT_S) -> None:
         self._seat = _Seat(None)
         self._close_wait_s = close_wait_s
+        self._view = b""
 
     @property
     def seat(self) -> object:
@@ -71,7 +75,18 @@ class SessionHost:
                     continue  # swapped while waiting
                 if seat.answerer is None:
                     raise NoBundleError("no bundle is installed yet")
-                return seat.answerer.answer(question)
+                return seat.answerer.answer(self._in_view(seat, seat.answerer, question))
+
+    def _in_view(self, seat: _Seat, answerer: Answerer, question: Question) -> Question:
+        """Return the question with the picture that it is about, where the bundle may not know."""
+        if not answerer.understands(question):
+            return question
+        shown = replace(question, image=question.image or self._view)
+        if not seat.is_new or not answerer.understands(shown):
+            shown = question
+        seat.is_new = False
+        self._view = shown.image or self._view
+        return shown
 
     def swap(self, answerer: Answerer | None) -> None:
         """Make `answerer` the running bundle and close the one before after its last answer."""

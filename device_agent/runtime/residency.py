@@ -8,7 +8,6 @@ its tag on every later load (ADR 0015): an object that was damaged on disk is dr
 other read, and fetched anew with the next update. Without a budget none of this exists.
 """
 
-import logging
 import os
 import resource
 import weakref
@@ -28,8 +27,6 @@ from compiler.contract.router_stats import PER_MILLE, parse_router_stats
 from device_agent.errors import BundleError
 from device_agent.probe import sensors
 from device_agent.runtime.hotset import HotSetFile
-
-log = logging.getLogger("device_agent.runtime")
 
 LOOK_S: Final = 1.0
 KEEP_S: Final = 300.0
@@ -190,7 +187,6 @@ class Residency:
             pressure: Share of memory that is not available, percent.
             hotset: Where heats are kept for the next start.
         """
-        self._checked = -1
         self._hotset, self._kept_at = hotset, monotonic()
         self._pool, self._monotonic, self._pressure = pool, monotonic, pressure
         self._looked_at: float | None = None
@@ -210,10 +206,7 @@ class Residency:
             self._is_fetching_ahead = value
 
     def look(self) -> None:
-        """Once a second at most: tell the pool how short of memory the machine is, check an expert.
-
-        Persistent sections are watched by the scrubber, whole experts one after the other here.
-        """
+        """Tell the pool how short of memory the machine is, once a second at most."""
         now = self._monotonic()
         if self._looked_at is not None and now - self._looked_at < LOOK_S:
             return
@@ -223,9 +216,6 @@ class Residency:
             per_mille = round(min(max(percent, 0.0), _PERCENT) * _PER_MILLE / _PERCENT)
             self._pool.set(PoolKnob.PRESSURE, per_mille)
         self._misses = self._share_of_misses()
-        self._checked = (self._checked + 1) % len(self._pool.files)
-        if not self._pool.check(self._checked):
-            log.warning("an expert changed in memory; it is read anew when it is needed")
         if now - self._kept_at >= KEEP_S:
             self.keep()
 

@@ -2,6 +2,7 @@
 
     weights in memory -(SHA-256, slice by slice)-> the digest that the manifest signs for
     a section that differs -(verified sections of the store)-> written anew in place
+    experts that come and go -(the tag made when they were verified)-> dropped, read when needed
 
 The digest of a section is the signed one, so nothing is kept beside it and nothing is hashed twice
 at the start. A change is found after at most one pass over all weights; `suspects` counts the
@@ -19,6 +20,7 @@ from device_agent.errors import AgentError
 
 SLICE_BYTES: Final = 1 << 20
 """Hashed between two answers: well below a millisecond where the processor has SHA instructions."""
+_ALL: Final = 1 << 62
 Read = Callable[[str], memoryview]
 """Returns the verified bytes of a section on disk."""
 
@@ -30,8 +32,15 @@ class Weights(Protocol):
     def names(self) -> Sequence[str]:
         """Sections that are in memory."""
 
+    @property
+    def damaged(self) -> set[str]:
+        """Those known to differ, for every plan that shares them."""
+
     def section(self, name: str) -> memoryview:
         """Return the present bytes of one."""
+
+    def check_experts(self, most_bytes: int) -> Mapping[str, bool]:
+        """Look at the next of those that come and go; return, by name, whether each is whole."""
 
 
 @dataclass(slots=True)
@@ -68,14 +77,17 @@ class Scrubber:
         self._left: list[str] = []
         self._whole_at: dict[str, int] = {}
         self._answers = 0
-        self.damaged: set[str] = set()
-        """Sections that differ and could not be loaded again: nothing may be answered with them."""
         self.counts = ScrubCounts() if counts is None else counts
+
+    @property
+    def damaged(self) -> set[str]:
+        """Sections that differ and could not be loaded again: nothing may be answered with them."""
+        return self._weights.damaged
 
     def answered(self) -> int:
         """Count an answer and hash a slice; return how many changed sections were found."""
         self._answers += 1
-        return self._slice()
+        return self._slice() + self._experts(SLICE_BYTES)
 
     def check_all(
         self, until: float = float("inf"), monotonic: Callable[[], float] = time.monotonic
@@ -87,7 +99,7 @@ class Scrubber:
             monotonic: Clock in seconds.
         """
         self._name, self._left = "", self._known()
-        found = 0
+        found = self._experts(_ALL)
         while self._left or self._name:
             found += self._slice()
             if monotonic() > until:
@@ -144,6 +156,16 @@ class Scrubber:
         self._whole_at[name] = self._answers
         self._restore(name)
         return 1
+
+    def _experts(self, most_bytes: int) -> int:
+        """Look at experts that come and go; return how many had changed."""
+        looked = self._weights.check_experts(most_bytes)
+        for name, is_whole in looked.items():
+            if not is_whole:
+                self.counts.suspects += self._answers - self._whole_at.get(name, 0)
+                self.counts.repairs += 1
+            self._whole_at[name] = self._answers
+        return sum(not is_whole for is_whole in looked.values())
 
     def _restore(self, name: str) -> None:
         try:

@@ -58,6 +58,24 @@ def test_routers_choose_each_expert_once_and_nan_last(
         np.testing.assert_array_equal(*gates)
 
 
+@pytest.mark.parametrize("x", CHOICES)
+@pytest.mark.parametrize("order", RouteOrder)
+def test_an_entropy_says_that_a_logit_is_no_number(order: RouteOrder, x: float) -> None:
+    """A router ranks it last and goes on; whoever looks at what comes out must see it."""
+    outputs = [(None, 2, "i32"), (None, 2, "f32"), (None, 1, "f32")]
+    params = {"k": 2, "order": order, "jitter": 0.2 * (order is RouteOrder.SPARSEMIXER)}
+    weights = [("f32", np.array(LOGITS, np.float32))]
+    module = single_call(Op.ROUTE, [(None, 1, "f32")], outputs, weights, params)
+    case, feeds = Case.of(module), {"x0": np.full((1, 1), x, np.float32)}
+    with np.errstate(invalid="ignore"):
+        runs = [raw(case.simulator().run("run", feeds))]
+    for target in native_targets():
+        with case.native(target) as plan:
+            runs.append(raw(plan.run("run", feeds)))
+    for found in runs:
+        assert np.isnan(np.frombuffer(found["y2"], np.float32)).all()
+
+
 def attending(kind: KvKind | None) -> Module:
     b = ModuleBuilder(6, ROWS, None if kind is None else KvCache(1, 1, WIDTH, 2 * ROWS, kind))
     q, k, v, y = (b.buffer(None, WIDTH) for _ in range(4))

@@ -200,6 +200,22 @@ def test_an_expert_that_changes_in_memory_is_found_and_read_anew() -> None:
         pool.check(4)
 
 
+def test_experts_in_memory_are_looked_at_in_turn() -> None:
+    with pooled(Case.of(decoder()), PORTABLE, 0.5, reads_ahead=False) as (_, weights):
+        pool = weights.pool
+        here = [number for number, s in enumerate(pool.states()) if s is ExpertState.PRESENT]
+        names = [weights.layout.experts[number].name for number in here]
+        pool.view(here[3])[17] ^= 4
+        pool.view(here[5])[-1] ^= 128
+        assert weights.check_experts(1) == {names[0]: True}
+        found = weights.check_experts(1 << 40)
+        assert [name for name, is_whole in found.items() if not is_whole] == [names[3], names[5]]
+        assert sorted(found) == sorted(names)
+        left = weights.check_experts(1 << 40)
+        assert sorted(left) == sorted(set(names) - {names[3], names[5]})
+        assert all(left.values())
+
+
 def test_a_truncated_file_is_a_load_cut_short() -> None:
     with pooled(Case.of(decoder()), PORTABLE, 0.25, reads_ahead=False) as (plan, weights):
         for file in weights.pool.files:

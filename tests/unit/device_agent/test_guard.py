@@ -104,6 +104,9 @@ class Memory:
 
     def __init__(self, **sections: bytes) -> None:
         self.held = {name: bytearray(data) for name, data in sections.items()}
+        self.damaged: set[str] = set()
+        self.experts: dict[str, bool] = {}
+        self.asked: list[int] = []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,6 +115,11 @@ class Memory:
     def section(self, name: str) -> memoryview:
         return memoryview(self.held[name])
 
+    def check_experts(self, most_bytes: int) -> dict[str, bool]:
+        self.asked.append(most_bytes)
+        looked, self.experts = self.experts, dict.fromkeys(self.experts, True)
+        return looked
+
 
 class TestScrubber:
     @staticmethod
@@ -119,6 +127,37 @@ class TestScrubber:
         signed = {name: bytes(data) for name, data in memory.held.items()}
         digests = {name: hashlib.sha256(data).hexdigest() for name, data in signed.items()}
         return Scrubber(memory, digests, read or (lambda name: memoryview(signed[name])))
+
+    def test_experts_that_come_and_go_are_looked_at_too(self) -> None:
+        memory = Memory(a=b"x")
+        scrubber = self.of(memory)
+        memory.experts = {"e0": True, "e1": True}
+        assert [scrubber.answered() for _ in range(3)] == [0, 0, 0]
+        memory.experts = {"e0": True, "e1": False}
+        assert [scrubber.answered() for _ in range(2)] == [1, 0]
+        facts = scrubber.facts()
+        assert (facts["repairs"], facts["suspect_answers"], facts["damaged"]) == (1, 1, 0)
+        memory.experts = {"e0": False, "e1": False}
+        assert scrubber.check_all() == 2
+        assert set(memory.asked[:-1]) == {SLICE_BYTES}
+        assert memory.asked[-1] > 1 << 40
+
+    def test_who_shares_weights_knows_that_they_are_damaged(self) -> None:
+        """A plan that is built anew, or a new bundle, gets the memory of the one before."""
+        memory, whole = Memory(a=b"xyz"), []
+
+        def read(_name: str) -> memoryview:
+            return memoryview(whole[0] if whole else b"")
+
+        before, after = self.of(memory, read), self.of(memory, read)
+        memory.held["a"][1] ^= 1
+        assert before.answered() == 1
+        assert not after.repair()
+        assert after.facts()["damaged"] == 1
+        whole.append(b"xyz")
+        assert after.repair()
+        assert before.facts()["damaged"] == 0
+        assert memory.held["a"] == b"xyz"
 
     def test_it_hashes_a_slice_at_a_time_and_finds_each_changed_section(self) -> None:
         memory = Memory(a=b"x" * (2 * SLICE_BYTES + 5), b=b"y" * 7)
@@ -263,6 +302,15 @@ class TestRemedies:
             subject.answer(QUESTION)
         assert first.images == [b"picture", b"not understood", b"", b""]
         assert second.images == [b"picture", b"picture", b"", b""]
+
+    def test_a_picture_that_damaged_weights_may_have_seen_is_looked_at_again(self) -> None:
+        fake, memory = Fake([]), Memory(a=b"xyz")
+        subject = InferenceGuard(lambda: Opened(fake, TestScrubber.of(memory)), 60.0)
+        subject.answer(Question(b"picture", "question", ()))
+        memory.held["a"][1] ^= 1
+        records = [subject.answer(QUESTION) for _ in range(2)]
+        assert [record.faults for record in records] == [(FaultKind.CORRUPT_WEIGHTS,), ()]
+        assert fake.images == [b"picture", b"picture", b""]
 
     def test_heat_without_a_lower_rung_is_counted_and_answered(self) -> None:
         record = guard_of(Fake([]), is_critical=lambda: True).answer(QUESTION)

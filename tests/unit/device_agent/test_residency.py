@@ -27,17 +27,12 @@ class FakePool:
     persistent_bytes = 1000
     files = ("a", "b")
 
-    def check(self, number: int) -> bool:
-        self.checked.append(number)
-        return number != 1
-
     def heats(self) -> list[int]:
         return [1, 2]
 
     def __init__(self) -> None:
         self.now = dict.fromkeys(COUNTERS, 0)
         self.knobs: dict[PoolKnob, int] = {}
-        self.checked: list[int] = []
 
     def counts(self) -> dict[str, int]:
         return dict(self.now)
@@ -108,15 +103,6 @@ def test_it_says_what_the_pool_holds_and_counted() -> None:
     }
     assert watch.residency.gauges()["fragmentation"] == pytest.approx(25.0)
     assert watch.residency.stalls == 4
-
-
-def test_it_checks_one_expert_after_the_other(caplog: pytest.LogCaptureFixture) -> None:
-    watch = Watch()
-    for _ in range(3):
-        watch.look()
-        watch.look(0.1)
-    assert watch.pool.checked == [0, 1, 0]
-    assert caplog.text.count("changed in memory") == 1
 
 
 def test_reading_ahead_is_turned_off_and_on() -> None:

@@ -215,6 +215,33 @@ class TestHost:
         stuck.never.set()
         thread.join(60)
 
+    def test_what_is_in_view_stays_in_view_after_a_swap(self) -> None:
+        host, asked = SessionHost(), []
+
+        class Seeing(ToyAnswerer):
+            def understands(self, question: Question) -> bool:
+                return question.image != b"unknown"
+
+            def answer(self, question: Question) -> AnswerRecord:
+                asked.append(question.image)
+                return super().answer(question)
+
+        def ask(*images: bytes) -> list[bytes]:
+            asked.clear()
+            for image in images:
+                host.answer(replace(question(), image=image))
+            return list(asked)
+
+        host.swap(Seeing("1" * 64, {"version": "1"}))
+        assert ask(b"", b"card", b"unknown", b"") == [b"", b"card", b"unknown", b""]
+        host.swap(Seeing("2" * 64, {"version": "2"}))
+        assert ask(b"unknown", b"", b"") == [b"unknown", b"card", b""]
+        host.swap(Seeing("3" * 64, {"version": "3"}))
+        assert ask(b"other", b"") == [b"other", b""]
+        host._view = b"unknown"  # of a model that sees other pictures
+        host.swap(Seeing("4" * 64, {"version": "4"}))
+        assert ask(b"") == [b""]
+
     def test_it_swaps_under_fire(self) -> None:
         host = SessionHost()
         host.swap(ToyAnswerer("0" * 64, {"version": "0"}))
