@@ -71,7 +71,6 @@ bench-prune: env ## Adaptive pruning of EdgeCard: accuracy, rows kept, time
 	$(PY) -m benchmarks.prune --check
 
 bench-runtime: env ## A model larger than its memory: misses, time, first token, memory, against LRU over malloc
-	$(PY) -m benchmarks.runtime_timeline
 	$(PY) -m benchmarks.runtime --check
 
 bench-slices: env ## Slices seen while the one before is kept, against one after the other; the timeline

@@ -116,7 +116,6 @@ def main(arguments: Sequence[str]) -> int:
         f"{options.shown} of {options.tokens} tokens, those that read most; {options.share:.0%} "
     )
     title += f"of 48 experts of 6 MB in memory, files {'kept' if options.warm else 'forgotten'}"
-    title += ", routers steered" if options.way == FULL else ""
     for path in write(events, title, options.shown, options.out):
         print(path)
     return 0

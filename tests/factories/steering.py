@@ -59,12 +59,10 @@ def residency(module: Module, present: set[int]) -> Residency:
     return table
 
 
-def random_steering(module: Module, seed: int) -> tuple[Steering, Residency | None]:
-    """Return a record and a table of any kind, or no table."""
-    random = np.random.default_rng(seed)
-    weights = len(module.weights)
+def random_record(weights: int, random: np.random.Generator) -> Steering:
+    """Return a record of any kind for a plan of so many weights."""
     bias = random.standard_normal(weights).astype(np.float32) if random.random() < 0.5 else ()
-    steering = Steering(
+    return Steering(
         pull=float(np.float32(random.choice([0.0, 0.3, 2.0]))),
         protect=int(random.integers(0, 3)),
         margin=float(np.float32(random.choice([0.0, 0.2, 0.5, 1.0]))),
@@ -73,6 +71,12 @@ def random_steering(module: Module, seed: int) -> tuple[Steering, Residency | No
         bias=tuple(float(x) for x in bias),
         may_load=bool(random.random() < 0.5),
     )
+
+
+def random_steering(module: Module, seed: int) -> tuple[Steering, Residency | None]:
+    """Return a record and a table of any kind, or no table."""
+    random = np.random.default_rng(seed)
+    steering = random_record(len(module.weights), random)
     firsts = experts_of(module)
     present = {at for at in range(len(firsts)) if random.random() < 0.4}
     return steering, residency(module, present) if random.random() < 0.8 else None

@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from compiler.contract.native_abi import SfSteering
 from compiler.contract.native_errors import BadIndexError, NativeError, UnsupportedPlanError
 from compiler.contract.native_steering import steering_record
 from compiler.contract.operations import RouteOrder
+from compiler.contract.session import Manner, Session, step_inputs
 from compiler.contract.steering import Counts, Residency, Steering, SteeringError
 from compiler.emitters.runner import ScriptRun, play
+from tests.factories import soaked
 from tests.factories.emulated import RUNS
 from tests.factories.kernels import Case, native_targets, raw
 from tests.factories.modules import small_decoder
@@ -23,6 +26,7 @@ CASES = {order.name: routed(order) for order in RouteOrder} | {
     "fused": routed(RouteOrder.TOPK_SOFTMAX, fused=True),
     "fused probabilities": routed(RouteOrder.SOFTMAX_TOPK, fused=True),
 }
+LATER = step_inputs((3,), 20)
 BUILT = {name: Case.of(module) for name, module in CASES.items()}
 
 
@@ -221,3 +225,22 @@ def test_records_and_tables_change_while_it_runs() -> None:
             held = max(held, native.steering.held)
         other.join()
         assert held <= 2
+
+
+def test_an_answer_does_not_depend_on_when_the_picture_was_looked_at() -> None:
+    """Its steered routers begin anew after the picture, seen with the question or long before."""
+    made = soaked.module()
+    case, pipeline = Case.of(made), soaked.pipeline_of(made)
+    image = np.arange(soaked.SIDE**2, dtype=np.uint8).tobytes()
+    with case.native(native_targets()[0]) as native:
+        for seed in range(20):
+            steered = soaked.random_steered(len(made.weights), seed)
+            record = replace(steered.steering, pull=0.3, protect=0, max_k=0)
+            native.steering.publish(record, steered.residency)
+            said = []
+            for looks in ("see", "keep"):
+                session = Session(native, pipeline)
+                getattr(session, looks)(image)
+                answer = session.answer((1, 7 + seed, 9, 1), Manner(most=1))
+                said.append((answer.tokens, bytes(native.run("step", LATER)["logits"])))
+            assert said[0] == said[1], seed
