@@ -7,7 +7,6 @@ prints what there is; a second one ends the program. Changes nothing on disk.
 import contextlib
 import json
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,8 +128,7 @@ def _print_token(token: Token, at: int, *, is_json: bool) -> None:
     if is_json:
         result(json.dumps({"id": token.id, "text": token.text}))
     else:
-        sys.stdout.write(f" {token.text}" if at else token.text)
-    sys.stdout.flush()
+        result(f" {token.text}" if at else token.text, end="")
 
 
 def _document(generation: Generation, manifest_sha256: str) -> dict[str, object]:

@@ -5,11 +5,12 @@ Results go to stdout and nothing else does; every other word goes to stderr; a f
 """
 
 import logging
+import os
 import sys
-from typing import Final
+from typing import Final, TextIO
 
 from compiler.contract.errors import ContractError
-from device_agent.errors import AgentError
+from device_agent.errors import AgentError, DiskError
 
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
@@ -17,9 +18,30 @@ EXIT_USAGE: Final = 2
 _FORMAT: Final = "%(asctime)s %(threadName)s %(message)s"
 
 
-def result(text: str) -> None:
-    """Print a result."""
-    sys.stdout.write(f"{text}\n")
+def result(text: str, end: str = "\n") -> None:
+    """Print a result, at once.
+
+    Raises:
+        DiskError: It cannot be written: stdout is closed, or where it goes is full.
+        BrokenPipeError: Who read the results has left.
+    """
+    stdout: TextIO | None = sys.stdout
+    if stdout is None:
+        raise DiskError("the result cannot be written: stdout is closed")
+    try:
+        stdout.write(f"{text}{end}")
+        stdout.flush()
+    except BrokenPipeError:
+        discard_results()
+        raise
+    except OSError as error:
+        discard_results()
+        raise DiskError(f"the result cannot be written: {error.strerror or error}") from error
+
+
+def discard_results() -> None:
+    """Have what is not written yet go nowhere, so that the program ends without another error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def note(text: str) -> None:

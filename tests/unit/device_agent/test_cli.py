@@ -127,6 +127,26 @@ def test_it_checks_rules_without_running(
     assert "hint: signals: " in output.err
 
 
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        (">/dev/full", "error: the result cannot be written: No space left on device [agent.disk]"),
+        (">&-", "error: the result cannot be written: stdout is closed [agent.disk]"),
+    ],
+    ids=["full", "closed"],
+)
+def test_what_cannot_be_printed_is_a_failure_in_one_line(
+    tmp_path: Path, where: str, told: str
+) -> None:
+    path = tmp_path / "rules.json"
+    path.write_bytes(rules_bytes([]))
+    command = f"{sys.executable} -m device_agent check-rules {path} {where}"
+    done = subprocess.run(
+        ["/bin/bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr.strip()) == (1, told)
+
+
 COMMANDS = ("enrol", "run", "status", "ask", "infer", "trace", "check-rules", "probe", "farm")
 
 
