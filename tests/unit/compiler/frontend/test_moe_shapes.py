@@ -14,14 +14,15 @@ from compiler.kernels.program import ExpertAct, Module, RouteOrder
 from compiler.simulator import Simulator
 from tests.factories import moe_contrib, moe_shapes
 from tests.factories.moe_contrib import Contrib, contrib
-from tests.factories.moe_shapes import Mix, Weights, layers, mixture, trained
+from tests.factories.moe_shapes import Mix, Weights, layers, mixture, route, trained
 from tests.factories.onnx_blocks import Block, GraphBuilder
-from tests.factories.onnx_models import write_block
+from tests.factories.onnx_models import graph_document, write_block, write_submission
 from tests.factories.onnx_runs import (
     block_rows,
     lowered,
     module_difference,
     reference_rows,
+    session,
 )
 
 TOLERANCE = 1e-5
@@ -108,6 +109,24 @@ def test_it_raises_every_merge_of_unrolled_experts(tmp_path: Path, merge: str, m
     module = lowered(directory).module
     assert kinds(module) == ["ROUTE", "EXPERTS"]
     assert module_difference(directory, module, TOKENS) < TOLERANCE
+
+
+@pytest.mark.parametrize("shape", sorted(moe_shapes.SHAPES))
+def test_it_raises_mixtures_of_the_rows_of_an_input(tmp_path: Path, shape: str) -> None:
+    """No node makes their rows, as where the file holds the mixture alone."""
+    mix = Mix()
+    b = GraphBuilder()
+    index, gate = route(b, "x", mix)
+    y = moe_shapes.SHAPES[shape](b, "x", index, gate, mix, Weights.of(mix, b.rng))
+    y = b.op("Reshape", y, b.ints(-1, mix.width))
+    model = b.model({"x": ("float32", ("s", mix.width))}, {"y": y})
+    directory = write_submission(tmp_path, {"model": model}, graph_document(model))
+    module = lowered(directory).module
+    assert kinds(module) == ["ROUTE", "EXPERTS"]
+    x = np.random.default_rng(0).standard_normal((TOKENS, mix.width)).astype(np.float32)
+    (wanted,) = session(directory / "model.onnx").run(None, {"x": x})
+    found = Simulator(module, mode="f64").run_arrays("forward", {"tensor": x})["tensor"]
+    assert np.abs(found - wanted).max() < TOLERANCE * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize(
