@@ -20,7 +20,14 @@ from device_agent.ports import Ports, probe_this_machine, read_rules
 from device_agent.probe.hardware import HardwareProbe
 from device_agent.status import read_status
 from device_agent.tracing import trace_answers
-from device_agent.ui import EXIT_FAILED, EXIT_OK, failure, result, set_up_log
+from device_agent.ui import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    failure,
+    result,
+    set_up_log,
+)
 
 _SETTINGS: Final = (
     ("server_url", "where the platform is"),
@@ -50,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AgentError, ContractError) as error:
         return failure(error)
     except KeyboardInterrupt:
-        return EXIT_OK
+        return EXIT_INTERRUPTED
     except BrokenPipeError:  # who read the results has left, and needs no more of them
         return EXIT_FAILED
 

@@ -17,12 +17,10 @@ from device_agent.ports import degrade_rules
 from device_agent.runtime.generation import Generation, Reason, Stats, Token
 from device_agent.runtime.moe_runtime import MoERuntime
 from device_agent.runtime.weights import WeightPool
-from device_agent.ui import EXIT_OK, note, result
+from device_agent.ui import EXIT_INTERRUPTED, EXIT_OK, note, result
 
 EXIT_PARTIAL: Final = 3
 """The deadline ended the answer."""
-EXIT_INTERRUPTED: Final = 130
-"""Ctrl-C ended the answer: 128 + SIGINT, as shells say it."""
 _STATUS: Final = {Reason.DEADLINE: EXIT_PARTIAL, Reason.CANCELLED: EXIT_INTERRUPTED}
 
 

@@ -15,6 +15,8 @@ from device_agent.errors import AgentError, DiskError
 EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
+"""Ctrl-C ended it: 128 + SIGINT, as shells say it."""
 _FORMAT: Final = "%(asctime)s %(threadName)s %(message)s"
 
 

@@ -382,6 +382,9 @@ class Session:
             words = prompt.split()
             if template is None:
                 template = QUESTION if QUESTION in self._runtime.templates else PLAIN
+            if template not in (PLAIN, *self._runtime.templates):
+                known = ", ".join(self._runtime.templates) or "none"
+                raise RequestError(f"no prompt {template!r}", hint=f"prompts: {known}")
             if not words and template not in self._tokens.prompts:
                 raise RequestError("nothing was asked", hint=self._templates_hint())
             if template == PLAIN:

@@ -88,6 +88,9 @@ def pixels_of(picture: Picture, spec: ImageSpec | None) -> bytes:
     else:
         name, pixels = "the picture", bytes(picture)
         if len(pixels) != spec.size_bytes:
+            if not pixels.startswith(_NPY) and _NETPBM.match(pixels) is None:
+                found = f"{len(pixels)} bytes, bare pixels have {spec.size_bytes}"
+                raise PictureError(f"{name} is no file of one and has {found}", hint=_KINDS)
             pixels = decode_image(pixels, name)
     if len(pixels) != spec.size_bytes:
         raise PictureError(

@@ -158,6 +158,31 @@ def test_it_explains_itself(command: list[str], capsys: pytest.CaptureFixture[st
     assert "usage: python -m device_agent" in capsys.readouterr().out
 
 
+def test_ctrl_c_before_an_answer_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("device_agent.cli.infer", stop)
+    assert main(["infer", "bundle", "--prompt", "hello"]) == 130
+
+
+def test_ctrl_c_while_it_loads_leaves_no_traceback() -> None:
+    interrupted = (
+        "import builtins, runpy\n"
+        "load = builtins.__import__\n"
+        "def stop(name, *more, **named):\n"
+        "    if name == 'device_agent.cli':\n"
+        "        raise KeyboardInterrupt\n"
+        "    return load(name, *more, **named)\n"
+        "builtins.__import__ = stop\n"
+        "runpy.run_module('device_agent.__main__', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", interrupted], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_it_is_a_program(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "device_agent", "status", "--state-dir", str(tmp_path)],

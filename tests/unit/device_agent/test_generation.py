@@ -204,6 +204,8 @@ class TestRequests:
             ({"prompt": [6]}, "token 6 is outside", "0 to 5"),
             ({"prompt": [-1]}, "token -1 is outside", "0 to 5"),
             ({"prompt": "no", "template": "caption"}, "no prompt 'caption'", "prompts: "),
+            ({"prompt": "no", "template": "nope"}, "no prompt 'nope'", "prompts: "),
+            ({"template": "nope"}, "no prompt 'nope'", "prompts: "),
             ({"prompt": "no", "max_tokens": 0}, "max_tokens 0", "at least 1"),
             ({"prompt": "no", "deadline": 0.0}, "deadline of 0", "above 0"),
             ({"prompt": "no", "deadline": float("nan")}, "deadline of nan", "above 0"),
@@ -304,6 +306,11 @@ class TestPictures:
         with pytest.raises(PictureError, match="4 bytes of pixels, the model takes 12") as error:
             session.generate("no", image=b"P5 2 2 255\n" + PICTURE)
         assert "2 x 2 pixels, channels: 3" in error.value.hint
+
+    def test_it_says_how_many_bare_pixels_there_are(self) -> None:
+        _, runtime = opened()
+        with pytest.raises(PictureError, match="has 3 bytes, bare pixels have 4"):
+            runtime.session().generate("no", image=bytes(3))
 
     @pytest.mark.parametrize(
         "data",
