@@ -28,14 +28,14 @@ class Command(DatabaseCommand):
     def handle(self, *args: object, **options: object) -> None:
         """Do it and say what was done."""
         action, group, file = str(options["action"]), str(options["group"]), options["file"]
-        if action == "show":
-            self._show()
-            return
-        if (action == "clear") != (file is None):
-            raise CommandError("preview and set need --file, clear takes none")
+        if (action in ("show", "clear")) != (file is None):
+            raise CommandError("preview and set need --file, show and clear take none")
         document = _document(file) if isinstance(file, Path) else None
         try:
             preview = rules_preview(group=group, document=document)
+            if action == "show":
+                self._show(group)
+                return
             self._tell(preview)
             if action == "preview":
                 return
@@ -45,12 +45,16 @@ class Command(DatabaseCommand):
             raise CommandError(f"{error}{hint}") from error
         self.stdout.write(f"{row}: devices follow when they ask next")
 
-    def _show(self) -> None:
-        rows = list(rules_present())
+    def _show(self, group: str) -> None:
+        rows = [
+            row for row in rules_present() if not group or (row.group and row.group.name) == group
+        ]
         for row in rows:
             text = "taken back" if row.document is None else json.dumps(row.document, indent=2)
             self.stdout.write(f"{row}, {row.created_at:%Y-%m-%d %H:%M} by {row.created_by}: {text}")
-        if not rows:
+        if not rows and group:
+            self.stdout.write(f"no rules are set for group {group}: it follows those of the fleet")
+        elif not rows:
             self.stdout.write("no rules are set: devices follow their own")
 
     def _tell(self, preview: RulesPreview) -> None:

@@ -193,6 +193,20 @@ class TestCommand:
         assert "taken back" in self.run("show")
         assert followed(device)[1] is None
 
+    def test_it_shows_the_rules_of_one_group(self, device, tmp_path: Path):
+        path = tmp_path / "rules.json"
+        path.write_text(json.dumps(document()))
+        group = make_group(device.model, device_class="phone").name
+        self.run("set", "--file", str(path))
+        assert f"no rules are set for group {group}" in self.run("show", "--group", group)
+        self.run("set", "--file", str(path), "--group", group)
+        assert "of the fleet" not in self.run("show", "--group", group)
+        assert "of the fleet" in self.run("show")
+        with pytest.raises(CommandError, match="no group 'nope'"):
+            self.run("show", "--group", "nope")
+        with pytest.raises(CommandError, match="take none"):
+            self.run("show", "--file", str(path))
+
     @pytest.mark.parametrize("text", ["", "[]", "{", '{"schema": "x"}', "[" * 9000])
     def test_it_refuses_what_is_no_document(self, tmp_path: Path, text: str):
         path = tmp_path / "rules.json"
