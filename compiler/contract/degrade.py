@@ -62,6 +62,16 @@ class Rung(IntEnum):
     NARROW_DENSE = 5
     """A narrow dense layer instead of the routed one."""
 
+    @property
+    def changes_answers(self) -> bool:
+        """Whether an answer on it may have other bits than one at NORMAL: it is degraded then."""
+        return self > Rung.NO_PREFETCH
+
+    @property
+    def in_bundles(self) -> bool:
+        """Whether any bundle can have it: no format carries what the others need."""
+        return self in (Rung.NORMAL, Rung.NO_PREFETCH, Rung.FEWER_EXPERTS)
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:

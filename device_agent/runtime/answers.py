@@ -311,7 +311,7 @@ class BundleAnswerer:
                 self._native.policy.use(present)
 
     def _take_rung(self, way: Way) -> tuple[str, ...]:
-        """Run the next answer on the present rung or by `way`; return why, if below NORMAL."""
+        """Run the next answer on the present rung or by `way`; return why, if that changes it."""
         rung = Rung.NORMAL if self._degrade is None else self._degrade.rung()
         if self._banded is not None:
             self._banded.fewest = way.fewest or rung >= Rung.FEWER_EXPERTS
@@ -321,7 +321,7 @@ class BundleAnswerer:
             self._steering.answers(fewer=way.fewest or rung >= Rung.FEWER_EXPERTS)
         if self._pager is not None:
             self._pager.is_fetching_ahead = way.prefetch and rung < Rung.NO_PREFETCH
-        return () if self._degrade is None or rung is Rung.NORMAL else self._degrade.reasons()
+        return self._degrade.reasons() if self._degrade and rung.changes_answers else ()
 
     def _require_understood(self, question: Question) -> None:
         tokens, image = self._pipeline.tokens, self._pipeline.image

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from compiler.contract.bands import Band, Bands
-from compiler.contract.degrade import rules_bytes
+from compiler.contract.degrade import Rung, rules_bytes
 from compiler.contract.errors import ContractError
+from compiler.contract.operations import ExpertEvent
+from compiler.contract.pager import PagerSwitch
 from compiler.contract.pipeline import ImageSpec, Pipeline, Port, ProgramSpec, TokenSpec
 from compiler.contract.session import Buffer
 from device_agent.config import AgentConfig
@@ -453,6 +455,17 @@ class TestDoingLess:
         subject = self.subject(runner, Ticks(0.5), [99.0], None)
         assert not any(subject.answer(question()).degraded for _ in range(60))
         assert subject.facts["degrade"]["rungs"] == ["normal"]
+
+    def test_a_rung_that_changes_no_answer_is_not_degraded(self) -> None:
+        rungs, runner = (Rung.NORMAL, Rung.NO_PREFETCH), FakeRunner(4, 2)
+        keeper = DegradeKeeper(DEFAULT_RULES, rungs, Ticks(), lambda: {"battery": 5.0})
+        bundle = LoadedBundle("a" * 64, runner, PIPELINE, b"")
+        told: list[ExpertEvent] = []
+        switch = PagerSwitch(lambda event, _weight: not told.append(event))
+        record = BundleAnswerer(bundle, 1.0, degrade=keeper, pager=switch).answer(question())
+        assert (keeper.present, switch.is_fetching_ahead) == (Rung.NO_PREFETCH, False)
+        assert record.words == ("yes",)
+        assert (record.degraded, record.reasons) == (False, ())
 
     def test_what_was_degraded_is_counted(self) -> None:
         counters = Counters()
