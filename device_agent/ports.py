@@ -65,9 +65,11 @@ def read_rules(path: Path) -> tuple[Rule, ...]:
     """
     try:
         return parse_rules(path.read_bytes())
-    except (OSError, ContractError) as error:
-        hint = error.hint if isinstance(error, ContractError) else ""
-        raise ConfigurationError(f"degrade_rules: {path.name}: {error}", hint=hint) from error
+    except OSError as error:
+        raise ConfigurationError(f"no rules in {path}: {error.strerror or error}") from error
+    except ContractError as error:
+        told = f"degrade_rules: {path.name}: {error}"
+        raise ConfigurationError(told, hint=error.hint) from error
 
 
 def probe_this_machine(config: AgentConfig) -> Fingerprint:

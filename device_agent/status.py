@@ -49,7 +49,7 @@ def read_status(config: AgentConfig) -> Status:
     document["on_trial"] = table.on_trial
     document["other_slot"] = _bundle(table.other)
     document["update"] = _update(disk, folder / "journal")
-    document["floors"] = _floors(disk, folder / "trust")
+    document["floors"] = _floors(disk, folder / "trust", is_enrolled=document["enrolled"])
     document["live"] = _live(disk, folder / LIVE_FILE)
     return Status(document)
 
@@ -109,9 +109,12 @@ def _context(context: UpdateContext) -> dict[str, Any]:
     }
 
 
-def _floors(disk: Disk, folder: Path) -> dict[str, Any]:
+def _floors(disk: Disk, folder: Path, *, is_enrolled: bool) -> dict[str, Any]:
+    store = FloorStore(disk, folder)
+    if not is_enrolled and not store.exists:
+        return {"readable": False, "reason": "none yet: this device is not enrolled"}
     try:
-        floors = FloorStore(disk, folder).load()
+        floors = store.load()
     except AgentError as error:
         return {"readable": False, "reason": str(error)}
     return {

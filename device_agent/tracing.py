@@ -38,6 +38,7 @@ def trace_answers(
         AnswerError: The plan failed.
         ConfigurationError: The file cannot be written.
     """
+    _require_writable(out)
     store, current = installed_bundle(config.state_dir)
     engine = native_engine(store, config)
     bundle = load_bundle(store, current, engine.weights)
@@ -61,5 +62,23 @@ def trace_answers(
     try:
         out.write_bytes(TRACE_FORMATS[form]([*spans, *events]))
     except OSError as error:
-        raise ConfigurationError(f"--out: {out} cannot be written: {error}") from error
+        raise _unwritable(out, error) from error
     yield f"{len(events)} events ({trace.lost} lost) written to {out}"
+
+
+def _require_writable(out: Path) -> None:
+    """Refuse a place for the trace before anything is asked; what stands there is kept."""
+    if out.is_fifo() or out.is_char_device():  # who reads it would see an end
+        return
+    stood = out.exists()
+    try:
+        with out.open("ab"):
+            pass
+        if not stood:
+            out.unlink()
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _unwritable(out: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"--out: {out} cannot be written: {error.strerror or error}")

@@ -8,7 +8,8 @@ from django.core.management.base import CommandError, CommandParser
 from builds.common.auth import SYSTEM
 from builds.common.commands import DatabaseCommand
 from builds.common.errors import ApplicationError
-from compiler.contract.degrade import MAX_RULES_BYTES
+from compiler.contract.degrade import MAX_RULES_BYTES, Rung
+from fleet.models import DegradeRules
 from fleet.selectors.rules import rules_present
 from fleet.services.rules import RulesPreview, rules_preview, rules_set
 
@@ -36,6 +37,9 @@ class Command(DatabaseCommand):
             if action == "show":
                 self._show(group)
                 return
+            if action == "clear" and not _is_set(group):
+                self.stdout.write("no rules are set there: there is nothing to clear")
+                return
             self._tell(preview)
             if action == "preview":
                 return
@@ -46,9 +50,7 @@ class Command(DatabaseCommand):
         self.stdout.write(f"{row}: devices follow when they ask next")
 
     def _show(self, group: str) -> None:
-        rows = [
-            row for row in rules_present() if not group or (row.group and row.group.name) == group
-        ]
+        rows = [row for row in rules_present() if not group or _scope(row) == group]
         for row in rows:
             text = "taken back" if row.document is None else json.dumps(row.document, indent=2)
             self.stdout.write(f"{row}, {row.created_at:%Y-%m-%d %H:%M} by {row.created_by}: {text}")
@@ -61,6 +63,24 @@ class Command(DatabaseCommand):
         for name, priority, rung, when, leave in preview.rules:
             self.stdout.write(f"{name} ({priority}): {when} -> {rung}, until {leave}")
         self.stdout.write(f"{len(preview.rules)} rules, {preview.devices} devices in scope")
+        for rung in sorted({Rung[row[2].upper()] for row in preview.rules}):
+            self.stdout.write(f"{rung.name.lower()}: {_who_has(rung)}")
+
+
+def _scope(row: DegradeRules) -> str:
+    """Return the name of the group that rules are for; empty for the fleet."""
+    return row.group.name if row.group else ""
+
+
+def _is_set(group: str) -> bool:
+    return any(_scope(row) == group and row.document is not None for row in rules_present())
+
+
+def _who_has(rung: Rung) -> str:
+    """Return what is known of the devices whose bundle has a rung."""
+    if not rung.in_bundles:
+        return "no bundle can have it: devices go to what theirs has instead"
+    return "on how many of them the bundle has it is unknown: telemetry does not say"
 
 
 def _document(path: Path) -> dict[str, object]:
@@ -68,7 +88,9 @@ def _document(path: Path) -> dict[str, object]:
         with path.open("rb") as file:
             data = file.read(MAX_RULES_BYTES + 1)
         document = json.loads(data)
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CommandError(f"no rules in {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         raise CommandError(f"{path.name} cannot be read: {error}") from error
     if len(data) > MAX_RULES_BYTES or not isinstance(document, dict):
         raise CommandError(f"{path.name} is no rules document of at most {MAX_RULES_BYTES} bytes")

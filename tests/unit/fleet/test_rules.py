@@ -186,12 +186,29 @@ class TestCommand:
         told = self.run("preview", "--file", str(path))
         assert "hot (50): temperature > 55 C for 10 s -> fewer_experts" in told
         assert "1 rules, 1 devices" in told
+        assert "fewer_experts: on how many of them the bundle has it is unknown" in told
+        path.write_text(json.dumps(document()).replace("fewer_experts", "shared_only"))
+        told = self.run("preview", "--file", str(path))
+        assert "shared_only: no bundle can have it: devices go to what theirs has" in told
+        path.write_text(json.dumps(document()))
         assert not DegradeRules.objects.exists()
         self.run("set", "--file", str(path), "--note", "try")
         assert '"name": "hot"' in self.run("show")
         self.run("clear")
         assert "taken back" in self.run("show")
         assert followed(device)[1] is None
+
+    def test_it_clears_only_what_is_set(self, device, tmp_path: Path):
+        path = tmp_path / "rules.json"
+        path.write_text(json.dumps(document()))
+        group = make_group(device.model).name
+        assert "nothing to clear" in self.run("clear")
+        self.run("set", "--file", str(path))
+        assert "nothing to clear" in self.run("clear", "--group", group)
+        assert DegradeRules.objects.count() == 1
+        self.run("clear")
+        assert "nothing to clear" in self.run("clear")
+        assert DegradeRules.objects.count() == 2
 
     def test_it_shows_the_rules_of_one_group(self, device, tmp_path: Path):
         path = tmp_path / "rules.json"
@@ -213,6 +230,8 @@ class TestCommand:
         path.write_text(text)
         with pytest.raises(CommandError):
             self.run("set", "--file", str(path))
+        with pytest.raises(CommandError, match=r"no rules in .*absent: No such file or directory"):
+            self.run("set", "--file", str(tmp_path / "absent"))
         with pytest.raises(CommandError, match="need --file"):
             self.run("set")
         with pytest.raises(CommandError, match="no group"):
