@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from compiler.contract.errors import ContractError
+from compiler.contract.native_library import MAX_THREADS
 from compiler.contract.rule_language import comparisons
 from compiler.contract.trace_files import TRACE_FORMATS
 from device_agent.agent import Agent
@@ -18,6 +19,7 @@ from device_agent.farm import farm_configs, run_agents, stop_on_signal
 from device_agent.inferring import Inference, infer
 from device_agent.ports import Ports, probe_this_machine, read_rules
 from device_agent.probe.hardware import HardwareProbe
+from device_agent.runtime.sampling import MAX_TEMPERATURE
 from device_agent.status import read_status
 from device_agent.tracing import trace_answers
 from device_agent.ui import (
@@ -29,6 +31,7 @@ from device_agent.ui import (
     set_up_log,
 )
 
+_LEAST_S: Final = sys.float_info.min
 _SETTINGS: Final = (
     ("server_url", "where the platform is"),
     ("state_dir", "folder of this agent"),
@@ -135,6 +138,8 @@ def _check_rules(_config: AgentConfig, options: argparse.Namespace) -> int:
         signals = sorted({one.name for one in comparisons(rule.when)})
         rung = rule.rung.name.lower()
         result(f"{rule.name}: {rung}, priority {rule.priority}, looks at {', '.join(signals)}")
+        if not rule.rung.in_bundles:
+            result(f"{rule.name}: no bundle can have {rung}: devices go to what theirs has instead")
     result(f"{options.file.name}: rules: {len(rules)}, no fault found")
     return EXIT_OK
 
@@ -157,13 +162,33 @@ def _add_infer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default="", help="words, with spaces between them")
     parser.add_argument("--template", help="prompt around the words; '' = none")
     parser.add_argument("--image", type=Path, help="picture: .npy (uint8), .pgm or .ppm")
-    parser.add_argument("--max-tokens", type=int, help="tokens at most; else as the bundle says")
-    parser.add_argument("--deadline", type=float, metavar="S", help="seconds; then what there is")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    tokens, seconds = _checked(int, "at least 1", 1), _checked(float, "above 0", _LEAST_S)
+    parser.add_argument("--max-tokens", type=tokens, help="tokens at most; else as the bundle says")
+    parser.add_argument("--deadline", type=seconds, metavar="S", help="seconds; then what there is")
+    heat = _checked(float, f"0, greedy, to {MAX_TEMPERATURE:g}", 0, MAX_TEMPERATURE)
+    parser.add_argument("--temperature", type=heat, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--seed", type=int, default=0, help="of the draws above temperature 0")
-    parser.add_argument("--threads", type=int, help="threads of the answer; 0 = measure")
+    threads = _checked(int, f"0, as many as help, to {MAX_THREADS}", 0, MAX_THREADS)
+    parser.add_argument("--threads", type=threads, help="threads of the answer; 0 = measure")
     parser.add_argument("--stream", action="store_true", help="print each token as it is made")
     parser.add_argument("--json", action="store_true", help="for machines; with --stream, lines")
+
+
+def _checked(
+    kind: type[int] | type[float], told: str, least: float, most: float = sys.float_info.max
+) -> Callable[[str], float]:
+    """Return the type of an option: a number in a range, which `told` names."""
+
+    def number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(least) - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r}: {told}")
+        return value
+
+    return number
 
 
 def _add_question(parser: argparse.ArgumentParser) -> None:

@@ -13,10 +13,10 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from compiler.contract.manifest import NAME_PATTERN
-from compiler.contract.native_library import MAX_THREADS
 from device_agent.errors import ConfigurationError
 from device_agent.runtime.affinity import AUTO, require_cpus
 from device_agent.runtime.energy import configured
+from device_agent.runtime.threads import require_threads
 
 ENVIRONMENT_PREFIX: Final = "SPARSEFLEET_AGENT_"
 STEERING: Final = ("auto", "off")
@@ -188,7 +188,8 @@ def _read_text(path: Path, what: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{what}: cannot read {path.name}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationError(f"{what}: cannot read {path}: {reason}") from error
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -220,7 +221,8 @@ def _require_valid(config: AgentConfig) -> None:
             hint="for example https://fleet.example",
         )
     _require_choices(config)
-    _require_threads(config)
+    require_cpus(config.cpus)
+    require_threads(config.threads)
     _require_energy_model(config)
     if config.model and NAME_PATTERN.fullmatch(config.model) is None:
         raise ConfigurationError(f"model {config.model!r} must match {NAME_PATTERN.pattern}")
@@ -248,14 +250,6 @@ def _require_energy_model(config: AgentConfig) -> None:
             configured(config.energy_model)
     except ValueError as error:
         raise ConfigurationError(f"energy_model: {error}") from error
-
-
-def _require_threads(config: AgentConfig) -> None:
-    require_cpus(config.cpus)
-    if not 0 <= config.threads <= MAX_THREADS:
-        raise ConfigurationError(
-            f"threads {config.threads}", hint=f"0, as many as help, to {MAX_THREADS}"
-        )
 
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {"isa_limit": ISA_LEVELS, "steering": STEERING}

@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Final, Protocol, Self
+from typing import Final, Protocol, Self, TypeGuard
 
 from compiler.contract.errors import ContractError
 from compiler.contract.pipeline import TokenSpec
 from compiler.contract.session import Answer, Buffer, Dialogue, Request, Runs
-from device_agent.errors import AnswerError
+from device_agent.errors import AnswerError, RequestError
 
 _SECOND_MS: Final = 1_000.0
 
@@ -245,6 +245,25 @@ class Generation(Iterator[Token]):
     def _end(self, reason: Reason) -> None:
         self.reason = reason
         self._dialogue.close()
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a setting is a number, which True is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def require_limits(max_tokens: object, deadline: object) -> None:
+    """Require limits of an answer that are some: a whole number of tokens, seconds or None.
+
+    Raises:
+        RequestError: They are of another type or out of range.
+    """
+    if not is_number(max_tokens) or isinstance(max_tokens, float) or max_tokens < 1:
+        raise RequestError(f"max_tokens {max_tokens!r}", hint="a whole number, at least 1")
+    if deadline is None:
+        return
+    if not is_number(deadline) or not 0 < deadline < float("inf"):
+        raise RequestError(f"a deadline of {deadline!r} s", hint="seconds above 0; None for none")
 
 
 def require_ids(prompt: Sequence[int], tokens: TokenSpec) -> list[int]:

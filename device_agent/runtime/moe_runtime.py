@@ -19,7 +19,7 @@ The agent itself answers through `answers.BundleAnswerer`; this is the door for 
 import difflib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self
 
@@ -39,12 +39,21 @@ from device_agent.runtime.bundle import (
     load_directory,
 )
 from device_agent.runtime.degrade_keeper import DEFAULT_RULES, DegradeKeeper, rungs_of
-from device_agent.runtime.generation import Generation, Limits, Reason, Stats, Stop, require_ids
+from device_agent.runtime.generation import (
+    Generation,
+    Limits,
+    Reason,
+    Stats,
+    Stop,
+    require_ids,
+    require_limits,
+)
 from device_agent.runtime.pictures import Picture, pixels_of
 from device_agent.runtime.residency import residency_of
 from device_agent.runtime.sampling import Chooser, chooser
 from device_agent.runtime.sentinel import SentinelRunner
 from device_agent.runtime.steering_keeper import SteeringKeeper, steering_keeper
+from device_agent.runtime.threads import require_threads
 from device_agent.runtime.tuning import Tuned, tune
 from device_agent.runtime.weights import WeightPool
 
@@ -117,7 +126,9 @@ class MoERuntime:
 
         Raises:
             BundleError: There is no whole bundle, or it does not load here.
+            ConfigurationError: The threads are no number from 0 to 64.
         """
+        require_threads(threads)
         bundle = load_directory(Path(directory), pool)
         return cls._started(bundle, threads, cpus, rules, steers=steers)
 
@@ -145,7 +156,9 @@ class MoERuntime:
         Raises:
             NoBundleError: Nothing is installed there.
             BundleError: It is damaged, or does not load here.
+            ConfigurationError: The threads are no number from 0 to 64.
         """
+        require_threads(threads)
         store, current = installed_bundle(Path(state_dir))
         bundle = load_bundle(store, current, pool)
         return cls._started(bundle, threads, cpus, rules, steers=steers)
@@ -219,7 +232,7 @@ class MoERuntime:
         return self._session
 
     def begin_answer(self) -> bool:
-        """Take the rung of the next answer; return whether that is below NORMAL."""
+        """Take the rung of the next answer; return whether that changes answers."""
         rung = self._degrade.rung()
         if self._banded is not None:
             self._banded.fewest = rung >= Rung.FEWER_EXPERTS
@@ -228,7 +241,7 @@ class MoERuntime:
             self._pager.is_fetching_ahead = rung < Rung.NO_PREFETCH
         if self._steering is not None:
             self._steering.answers(fewer=rung >= Rung.FEWER_EXPERTS)
-        return rung is not Rung.NORMAL
+        return rung.changes_answers
 
     def end_answer(self, *, failed: bool, latency_ms: float | None) -> bool:
         """Count an answer, and what it took if it was whole; the policy may move after it.
@@ -303,6 +316,8 @@ class Session:
             RuntimeBusyError: The session is closed.
         """
         self._require_open()
+        if not isinstance(prompt, Iterable):
+            raise RequestError(f"a prompt of {prompt!r}", hint="words, or a list of token ids")
         limits = self._limits(max_tokens, deadline, cancel)
         choose = chooser(self._runtime.pipeline, temperature, seed)
         pixels = None if image is None else pixels_of(image, self._runtime.pipeline.image)
@@ -339,10 +354,7 @@ class Session:
         self, max_tokens: int | None, deadline: float | None, cancel: Stop | None
     ) -> Limits:
         most = self._tokens.max_answer_tokens if max_tokens is None else max_tokens
-        if most < 1:
-            raise RequestError(f"max_tokens {most}", hint="at least 1")
-        if deadline is not None and not 0 < deadline < float("inf"):
-            raise RequestError(f"a deadline of {deadline} s", hint="above 0; None for none")
+        require_limits(most, deadline)
         return Limits(most, deadline, cancel or threading.Event())
 
     def forget(self) -> None:

@@ -43,7 +43,8 @@ def read_image(path: Path) -> bytes:
         with path.open("rb") as file:
             data = file.read(MAX_IMAGE_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise PictureError(f"{path.name} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise PictureError(f"{path.name} cannot be read: {reason}") from error
     if len(data) > MAX_IMAGE_BYTES:
         raise PictureError(f"{path.name} is larger than {MAX_IMAGE_BYTES} bytes")
     return decode_image(data, path.name)

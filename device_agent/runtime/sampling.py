@@ -16,6 +16,7 @@ from compiler.contract.bands import PREFIX
 from compiler.contract.pipeline import Pipeline
 from compiler.contract.session import STEP, Buffer, greedy
 from device_agent.errors import RequestError
+from device_agent.runtime.generation import is_number
 
 LOGITS: Final = "logits"
 MAX_TEMPERATURE: Final = 100.0
@@ -31,10 +32,9 @@ def chooser(pipeline: Pipeline, temperature: float, seed: int) -> Chooser:
         seed: Of the draws.
 
     Raises:
-        RequestError: The temperature is out of range, or the plan gives no logits.
+        RequestError: A setting is no number or out of range, or the plan gives no logits.
     """
-    if not 0 <= temperature <= MAX_TEMPERATURE:
-        raise RequestError(f"temperature {temperature}: 0, greedy, to {MAX_TEMPERATURE:g}")
+    _require_settings(temperature, seed)
     if temperature == 0:
         return greedy
     steps = [name for name in pipeline.programs if name == STEP or name.startswith(PREFIX)]
@@ -48,3 +48,10 @@ def chooser(pipeline: Pipeline, temperature: float, seed: int) -> Chooser:
         return int(np.searchsorted(weights, draws.random() * weights[-1], side="right"))
 
     return choose
+
+
+def _require_settings(temperature: object, seed: object) -> None:
+    if not is_number(seed) or isinstance(seed, float):
+        raise RequestError(f"seed {seed!r}", hint="a whole number")
+    if not is_number(temperature) or not 0 <= temperature <= MAX_TEMPERATURE:
+        raise RequestError(f"temperature {temperature!r}: 0, greedy, to {MAX_TEMPERATURE:g}")

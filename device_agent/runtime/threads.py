@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from compiler.contract.native_library import MAX_THREADS
 from compiler.contract.selftest import SelfTestRun
 from compiler.contract.session import PlanRunner
+from device_agent.errors import ConfigurationError
 
 BUDGET_S: Final = 0.05
 ROUNDS: Final = 7
@@ -40,6 +42,17 @@ class ThreadChoice:
 
     threads: int
     seconds: Mapping[int, float]
+
+
+def require_threads(threads: object) -> None:
+    """Require a number of threads that an answer may have; 0 = as many as help.
+
+    Raises:
+        ConfigurationError: It is out of range, or no whole number.
+    """
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 0 <= threads <= MAX_THREADS:
+        hint = f"a whole number: 0, as many as help, to {MAX_THREADS}"
+        raise ConfigurationError(f"threads {threads!r}", hint=hint)
 
 
 def counts(most: int) -> tuple[int, ...]:

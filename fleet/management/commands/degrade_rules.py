@@ -63,8 +63,8 @@ class Command(DatabaseCommand):
         for name, priority, rung, when, leave in preview.rules:
             self.stdout.write(f"{name} ({priority}): {when} -> {rung}, until {leave}")
         self.stdout.write(f"{len(preview.rules)} rules, {preview.devices} devices in scope")
-        for rung in sorted({Rung[row[2].upper()] for row in preview.rules}):
-            self.stdout.write(f"{rung.name.lower()}: {_who_has(rung)}")
+        for each in sorted({Rung[row[2].upper()] for row in preview.rules}):
+            self.stdout.write(f"{each.name.lower()}: {_who_has(each)}")
 
 
 def _scope(row: DegradeRules) -> str:

@@ -68,7 +68,10 @@ def test_it_says_what_runs_and_what_happened(
         (["trace", "--out", "trace.json"], "agent.configuration", "give words"),
         (["infer", "--prompt", "hello"], "agent.no_bundle", "folder of a device's agent"),
         (["infer", "nowhere", "--prompt", "hello"], "agent.bundle", "compile --out"),
-        (["check-rules", "nowhere"], "agent.configuration", ""),
+        (["check-rules", "nowhere"], "no rules in nowhere: No such file or directory", ""),
+        (["trace", "--out", "no/t.json", "hello"], "no/t.json cannot be written: No such file", ""),
+        (["trace", "--out", ".", "hello"], "--out: . cannot be written: Is a directory", ""),
+        (["trace", "--out", "t.json", "hello"], "agent.no_bundle", ""),
         (["farm", "--count", "0", "--serial", "x"], "agent.configuration", ""),
     ],
 )
@@ -83,9 +86,33 @@ def test_it_says_what_went_wrong_and_what_to_do(
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("error: ")
-    assert f"[{error}]" in output.err
+    assert error in output.err
+    assert "[Errno 2" not in output.err
+    assert not Path("t.json").exists()
     assert hint in output.err
     assert "Traceback" not in output.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--deadline", "-1"], "argument --deadline: '-1': above 0"),
+        (["--deadline", "nan"], "argument --deadline: 'nan': above 0"),
+        (["--deadline", "inf"], "argument --deadline: 'inf': above 0"),
+        (["--max-tokens", "0"], "argument --max-tokens: '0': at least 1"),
+        (["--max-tokens", "1.5"], "argument --max-tokens: '1.5': at least 1"),
+        (["--threads", "100"], "argument --threads: '100': 0, as many as help, to 64"),
+        (["--threads", "x"], "argument --threads: 'x': 0, as many as help, to 64"),
+        (["--temperature", "-1"], "argument --temperature: '-1': 0, greedy, to 100"),
+    ],
+)
+def test_wrong_values_are_wrong_usage(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+) -> None:
+    with pytest.raises(SystemExit) as leave:
+        main(["infer", "bundle", "--prompt", "hello", *arguments])
+    assert leave.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: {told}\n")
 
 
 def test_it_refuses_a_folder_that_is_in_use(
@@ -120,6 +147,10 @@ def test_it_checks_rules_without_running(
     rule, last = capsys.readouterr().out.splitlines()
     assert rule == "hot: fewer_experts, priority 7, looks at battery, temperature"
     assert last == "rules.json: rules: 1, no fault found"
+    path.write_bytes(path.read_bytes().replace(b"fewer_experts", b"shared_only"))
+    assert main(["check-rules", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "hot: no bundle can have shared_only: devices go to what theirs has instead\n" in told
     path.write_bytes(path.read_bytes().replace(b"battery", b"batery"))
     assert main(["check-rules", str(path)]) == 1
     output = capsys.readouterr()
@@ -193,4 +224,5 @@ def test_it_is_a_program(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert "enrolled: False" in done.stdout
+    assert "floors.reason: none yet: this device is not enrolled\n" in done.stdout
     assert done.stderr == ""

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from compiler.contract.degrade import Rung
 from compiler.contract.errors import ContractError
 from compiler.contract.pipeline import Port, ProgramSpec
 from compiler.contract.session import Buffer
 from device_agent.errors import (
     AnswerError,
     BundleError,
+    ConfigurationError,
     NoBundleError,
     PictureError,
     RequestError,
@@ -209,6 +211,15 @@ class TestRequests:
             ({"prompt": "no", "max_tokens": 0}, "max_tokens 0", "at least 1"),
             ({"prompt": "no", "deadline": 0.0}, "deadline of 0", "above 0"),
             ({"prompt": "no", "deadline": float("nan")}, "deadline of nan", "above 0"),
+            ({"prompt": "no", "max_tokens": 1.5}, "max_tokens 1.5", "a whole number"),
+            ({"prompt": "no", "max_tokens": True}, "max_tokens True", "a whole number"),
+            ({"prompt": "no", "max_tokens": "3"}, "max_tokens '3'", "a whole number"),
+            ({"prompt": "no", "deadline": "1"}, "deadline of '1'", "seconds above 0"),
+            ({"prompt": "no", "deadline": True}, "deadline of True", "seconds above 0"),
+            ({"prompt": None}, "a prompt of None", "words, or a list"),
+            ({"prompt": 5}, "a prompt of 5", "words, or a list"),
+            ({"prompt": "no", "temperature": "1"}, "temperature '1'", ""),
+            ({"prompt": "no", "seed": None}, "seed None", "a whole number"),
             ({"prompt": "no", "temperature": -1.0}, "temperature -1", ""),
             ({"prompt": "no", "temperature": float("nan")}, "temperature nan", ""),
             ({"prompt": "no", "temperature": 1.0}, "gives no logits", "greedy"),
@@ -358,6 +369,24 @@ class TestSampling:
     def test_cold_is_greedy(self) -> None:
         session = self.subject().session()
         assert session.generate("no", temperature=0.01, max_tokens=3).text() == "yes yes yes"
+
+
+@pytest.mark.parametrize("threads", [2.5, True, "2", None, -1, 65])
+@pytest.mark.parametrize("door", [MoERuntime.open, MoERuntime.installed])
+def test_threads_are_a_number_that_there_can_be(door: Any, threads: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"threads {threads!r}") as error:
+        door(tmp_path, threads=threads)
+    assert error.value.hint == "a whole number: 0, as many as help, to 64"
+
+
+def test_a_rung_that_changes_no_answer_is_not_degraded() -> None:
+    rungs, runner = (Rung.NORMAL, Rung.NO_PREFETCH), FakeRunner(4, 2)
+    keeper = DegradeKeeper(DEFAULT_RULES, rungs, Ticks(), lambda: {"battery": 5.0})
+    runtime = MoERuntime(LoadedBundle("a" * 64, runner, PIPELINE, b""), rules=keeper)
+    answer = runtime.session().generate("no")
+    assert answer.text() == "yes"
+    assert keeper.present is Rung.NO_PREFETCH
+    assert not answer.stats.degraded
 
 
 def test_rules_make_it_do_less_and_the_statistics_say_so() -> None:
