@@ -78,16 +78,17 @@ def _compile(job: Mapping[str, Any], say: Say) -> None:
 
 def _check(job: Mapping[str, Any], say: Say) -> None:
     from compiler.driver.cards import require_sets
+    from compiler.driver.explain.sources import call_summaries, origin_facts
     from compiler.driver.lowering import lower_submission
     from compiler.driver.stages import StageClock
-    from compiler.quant.constant_time import constant_time
+    from compiler.quant.constant_time import require_constant_time
 
     clock = StageClock(lambda stage, fraction: say(Progress(stage, fraction)))
     submission = Path(job["submission"])
     require_sets(submission)
     lowered = lower_submission(submission, clock)
     if job["constant_time"]:
-        constant_time(lowered.module)
+        require_constant_time(lowered.module, call_summaries(origin_facts(lowered.provenance)))
 
 
 def _base(

@@ -24,7 +24,7 @@ from compiler.driver.bands import Banded, band_module
 from compiler.driver.base_grids import base_weights, base_widths, kept_codes
 from compiler.driver.cache import StageCache, cache_key
 from compiler.driver.calibrate import record_cached
-from compiler.driver.explain.sources import named_rows, named_zeros, origin_facts
+from compiler.driver.explain.sources import call_summaries, named_rows, named_zeros, origin_facts
 from compiler.driver.lowering import Lowered, lower_submission
 from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
@@ -46,7 +46,7 @@ from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.kernels.program import Module
 from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.quant.checks import CheckedCall, learn_checks
-from compiler.quant.constant_time import constant_time
+from compiler.quant.constant_time import constant_time, require_constant_time
 from compiler.quant.grid_search import OutputError
 from compiler.quant.module import PackedModule, PackedWeight, pack_module, pack_weight
 from compiler.quant.neurons import NeuronChoice, choose_neurons
@@ -57,6 +57,10 @@ from compiler.quant.w4 import Floats, Grid, GridReport, PackedW4
 LOWERED: Final = "lowered"
 WEIGHT: Final = "weight"
 _PARTS: Final = ("codes", "scales", "rows")
+
+_BANDED: Final = 0.3
+_EMITTED: Final = 0.4
+"""Shares of the plan stage that are done when bands are tried and when the plan is emitted."""
 
 
 def make_portable(
@@ -95,7 +99,7 @@ def make_portable(
     removed = choose_cached(directory, spec, files, lossy, costs[0], packing.pack, cache, clock)
     lowered = lower_cached(directory, model_files, cache, clock, *costs, removed)
     with clock.stage("quantise"):
-        old = base_weights(lowered.module, *base)
+        old = base_weights(_possible(lowered, is_constant_time), *base)
         record = record_cached(directory, spec, lowered.module, files, cache, clock, removed.digest)
         learned = learn_routing(lowered.module, record, base_widths(lowered.module, base[0]))
         begin_kernels(schedule_module(learned.module, record).module.ops)
@@ -105,10 +109,17 @@ def make_portable(
     with clock.stage("plan"):
         known = None if is_constant_time else record  # neither entropy nor memory may be told
         banded = band_module(directory, spec, learned.module, packed.packed, known, cache)
-        made, parts, plan_facts = _planned(spec, banded, packed, record, is_constant_time)
-        parts, routing = _with_routing(directory, parts, learned, known, cache)
+        made, parts, plan_facts = _planned(spec, banded, packed, record, is_constant_time, clock)
+        parts, routing = _with_routing(directory, parts, learned, known, cache, clock)
     facts = plan_facts | weight_facts | routing | _pass_facts(lowered, banded)
     return Portable(parts, made.planes, lowered.ir_text, facts, made.plan)
+
+
+def _possible(lowered: Lowered, is_constant_time: bool) -> Module:
+    """Return the module, unless it cannot be what was asked for."""
+    if is_constant_time:
+        require_constant_time(lowered.module, call_summaries(origin_facts(lowered.provenance)))
+    return lowered.module
 
 
 def _with_routing(
@@ -117,10 +128,20 @@ def _with_routing(
     learned: Learned,
     record: CalibrationRecord | None,
     cache: StageCache,
+    clock: StageClock,
 ) -> tuple[dict[str, bytes], dict[str, Json]]:
     """Return all sections with those about routers, and the facts of those."""
     sections = {**parts, **learned.sections}
-    steering = search_steering(directory, sections, learned.module, record, cache)
+    done = clock.within("plan")
+    done(_EMITTED)
+    steering = search_steering(
+        directory,
+        sections,
+        learned.module,
+        record,
+        cache,
+        lambda share: done(_EMITTED + (1 - _EMITTED) * share),
+    )
     return {**sections, **steering.sections}, {**learned.facts, **steering.facts}
 
 
@@ -130,8 +151,10 @@ def _planned(
     packed: PackedModule,
     record: CalibrationRecord | None,
     is_constant_time: bool,
+    clock: StageClock,
 ) -> tuple[EmittedPlan, dict[str, bytes], dict[str, Json]]:
     """Return what the plan became: its bytes, all sections that belong to it, and its facts."""
+    clock.within("plan")(_BANDED)
     scheduled = schedule_module(banded.module, record, banded.likely)
     checks: tuple[CheckedCall, ...] = ()
     neurons: tuple[NeuronChoice, ...] = ()

@@ -17,8 +17,8 @@ _SHARES: Final[Mapping[str, float]] = {
     "raise": 0.1,
     "quantise": 0.2,
     "plan": 0.3,
-    "kernels": 0.35,
-    "selftest": 0.7,
+    "kernels": 0.6,
+    "selftest": 0.8,
     "manifest": 0.97,
 }
 _SECTION: Final = "section/"

@@ -10,7 +10,7 @@ or where this machine cannot run the plan natively, there is no section and the 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -71,6 +71,7 @@ def search_steering(
     module: Module,
     record: CalibrationRecord | None,
     cache: StageCache,
+    progress: Callable[[float], None] = lambda _share: None,
 ) -> Searched:
     """Return the coefficients that calibration allows.
 
@@ -80,6 +81,7 @@ def search_steering(
         module: What was recorded, its routers rounded.
         record: What calibration saw.
         cache: Where trials and kernels are.
+        progress: Called with the share of the candidates judged.
 
     Raises:
         SelfTestError: Native code crashed in the trial, or took too long.
@@ -95,6 +97,7 @@ def search_steering(
     plain, *judged = trial.judge([None, *tried])
     margins = judged_points(tried, judged, plain)
     always = best_margin(margins, len(plain.marks))
+    progress(0.5)
     tried = candidate_pulls(layers, always.margin)
     pulls = judged_points(tried, trial.judge(tried), plain)
     found = chosen_points(plain, margins, always, pulls)

@@ -18,7 +18,7 @@ Operations outside `CONSTANT_TIME` are refused: those that move rows to where th
 reference kernels. A test compares the path and the addresses of each operation over values.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
@@ -38,6 +38,7 @@ CONSTANT_TIME: Final = frozenset(
     }
 )
 """Operations whose kernels go one way whatever the values are."""
+MOST_NAMED: Final = 5
 _NO_PRUNING: Final = "export the model without pruning of tokens: which rows stay is an address"
 _WAYS: Final[Mapping[Op, str]] = MappingProxyType(
     {
@@ -47,7 +48,7 @@ _WAYS: Final[Mapping[Op, str]] = MappingProxyType(
         Op.ATTENTION_SCORE: _NO_PRUNING,
     }
 )
-_OTHER_WAY: Final = "avoid operators that `explain` marks (reference)"
+_OTHER_WAY: Final = "export the model without these operators: values decide what they do"
 """What else a user can do, by operation."""
 
 
@@ -55,10 +56,10 @@ def constant_time(module: Module) -> Module:
     """Return the module with every weight stored whole and without run-time checks.
 
     Raises:
-        UnsupportedOperatorError: An operation goes where values say; the message names it.
+        UnsupportedOperatorError: As `require_constant_time`.
     """
     module = _every_tap(module)
-    _require_known(module.ops)
+    require_constant_time(module, {})
     programs = tuple(
         replace(program, calls=tuple(map(_unchecked, program.calls))) for program in module.programs
     )
@@ -109,13 +110,29 @@ def _renumbered(module: Module) -> Module:
     return replace(module, programs=tuple(programs), weights=weights)
 
 
-def _require_known(ops: Iterable[Op]) -> None:
-    others = sorted(op for op in ops if op not in CONSTANT_TIME)
-    if not others:
+def require_constant_time(module: Module, sources: Mapping[str, Sequence[str]]) -> None:
+    """Require that a plan in constant time can be made of a module.
+
+    Args:
+        module: Convolutions by live taps are allowed: they become such by all.
+        sources: By program, what each call is about: a node of the model's files. Empty where
+            nobody knows; operations are named then.
+
+    Raises:
+        UnsupportedOperatorError: An operation goes where values say; the message names the nodes.
+    """
+    ways: dict[str, None] = {}
+    names: dict[str, None] = {}
+    for program in module.programs:
+        about = sources.get(program.name) or [call.op.name for call in program.calls]
+        for call, source in zip(program.calls, about, strict=True):
+            if call.op not in CONSTANT_TIME and call.op is not Op.SPARSE_CONV:
+                names[source] = ways[_WAYS.get(call.op, _OTHER_WAY)] = None
+    if not names:
         return
-    ways = dict.fromkeys(_WAYS.get(op, _OTHER_WAY) for op in others)
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     raise UnsupportedOperatorError(
-        f"no constant-time kernel for {', '.join(op.name for op in others)}",
+        f"no constant-time kernel for {', '.join([*names][:MOST_NAMED])}{more}",
         hint="; ".join((*ways, "or leave constant time out")),
     )
 

@@ -199,6 +199,8 @@ def test_it_makes_the_same_manifest_without_a_cache(folder, tmp_path) -> None:
     assert parse_manifest(fresh.manifest.to_bytes()) == fresh.manifest
     assert list(dict.fromkeys(stage for stage, _ in seen)) == list(STAGES)
     assert [share for _, share in seen] == sorted(share for _, share in seen)
+    planned = [share for stage, share in seen if stage == "plan"]
+    assert planned == pytest.approx([0.3, 0.39, 0.42, 0.51])
     again = compile_model(submission("v1", folder), options)
     assert again.manifest == fresh.manifest
     assert [row["cached"] for row in again.report["stages"]][:6] == [True] * 6

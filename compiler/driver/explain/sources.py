@@ -76,6 +76,15 @@ def call_nodes(
     return [{"nodes": row, "source": summary([nodes[n] for n in row])} for row in numbers]
 
 
+def call_summaries(origins: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return, by program, a line about the nodes of each call of the first module."""
+    nodes = origins["nodes"]
+    return {
+        name: [summary([nodes[number] for number in row]) for row in rows]
+        for name, rows in origins["calls"].items()
+    }
+
+
 def summary(nodes: Sequence[Sequence[str]]) -> str:
     """Return the most telling node of a call, and how many others it stands for."""
     if not nodes:

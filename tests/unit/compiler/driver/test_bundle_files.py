@@ -135,10 +135,11 @@ def test_it_reports_stages_in_order() -> None:
     seen: list[tuple[str, float]] = []
     clock = StageClock(lambda stage, share: seen.append((stage, share)))
     clock.skip("import")
+    clock.within("plan")(0.5)
     with clock.stage("selftest"):
         pass
     rows = {row["name"]: row["cached"] for row in clock.rows()}
-    assert seen == [("import", 0.0), ("selftest", 0.7)]
+    assert seen == [("import", 0.0), ("plan", pytest.approx(0.45)), ("selftest", 0.8)]
     assert list(rows) == ["import", "raise", "quantise", "plan", "kernels", "selftest", "manifest"]
     assert rows["import"] is True
     assert rows["selftest"] is False
