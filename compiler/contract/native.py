@@ -232,8 +232,13 @@ class NativePlan:
 
     @property
     def huge_weight_bytes(self) -> int | None:
-        """How many of them lie on huge pages; None if the system does not say. Reads a file."""
-        return self.weights.huge_bytes()
+        """How many of them lie on huge pages; None if the system does not say. Reads a file.
+
+        A pool of experts keeps more addresses than weights, and the system tells whole mappings:
+        never more than `weight_bytes`.
+        """
+        found = self.weights.huge_bytes()
+        return None if found is None else min(found, self.weight_bytes)
 
     def is_resident(self, weight: int) -> bool:
         """Return whether a weight, by its number in the plan, lies in memory now.

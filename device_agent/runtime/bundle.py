@@ -136,6 +136,7 @@ class LoadedBundle:
         work: What one run of each program needs.
         steering: Coefficients of its routers; None if nothing was judged.
         bias: By weight, what its routers lean by; empty for nothing.
+        budget: What its weights may take, and the least it runs in, bytes; empty for no budget.
     """
 
     manifest_sha256: str
@@ -149,6 +150,7 @@ class LoadedBundle:
     work: Mapping[str, ProgramWork] = field(default_factory=dict)
     steering: SteeringPoints | None = None
     bias: tuple[float, ...] = ()
+    budget: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_manifest(store: ObjectStore, sha256: str, size_bytes: int) -> ReleaseManifest:
@@ -311,6 +313,7 @@ def _load(
         work=program_work(plan),
         steering=steering,
         bias=bias,
+        budget=pool.facts(plan),
     )
 
 

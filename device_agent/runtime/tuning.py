@@ -107,6 +107,7 @@ def _thread_facts(bundle: LoadedBundle, choice: ThreadChoice) -> dict[str, objec
         "cpus": sorted(bundle.runner.cpus) or "any",
         "weight_bytes": bundle.runner.weight_bytes,
         "huge_weight_bytes": bundle.runner.huge_weight_bytes,
+        **bundle.budget,
     }
 
 

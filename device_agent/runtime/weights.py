@@ -7,6 +7,7 @@ Weak: the memory goes with the last plan that uses it. With a budget that a bund
 experts come into memory as they are needed (`residency`), within what is left of it.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Final
 from weakref import WeakValueDictionary
@@ -47,6 +48,13 @@ class WeightPool:
             return None
         whole = sum(align(section.length) for section in plan.sections)
         return None if whole <= self.budget_bytes else plan_pool(plan, self.budget_bytes)
+
+    def facts(self, plan: Plan) -> dict[str, int]:
+        """Return the budget and the least that the plan runs in, bytes; nothing without one."""
+        if not self.budget_bytes:
+            return {}
+        least = plan_pool(plan, sys.maxsize).least_bytes
+        return {"max_weight_bytes": self.budget_bytes, "least_weight_bytes": least}
 
     def load(
         self, plan: Plan, digests: Mapping[str, str], kernels: bytes, make: Callable[[], Weights]

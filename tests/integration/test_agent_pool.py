@@ -103,6 +103,8 @@ def test_it_answers_the_same_within_the_budget(
     assert gauges["expert_hits"] > 0
     assert gauges["expert_misses"] + gauges["expert_late"] + gauges["expert_hidden"] > 0
     assert gauges["expert_damaged"] == 0
+    facts = guard.facts
+    assert (facts["max_weight_bytes"], facts["least_weight_bytes"]) == (budget, least)
 
 
 def test_what_fits_is_loaded_whole(
@@ -110,7 +112,20 @@ def test_what_fits_is_loaded_whole(
 ) -> None:
     facts = start(sizes[1]).facts
     assert facts["weight_bytes"] == sizes[1]
+    assert (facts["max_weight_bytes"], facts["least_weight_bytes"]) == (sizes[1], sizes[0])
     assert "resident_bytes" not in facts
+    assert "max_weight_bytes" not in start(0).facts
+
+
+def test_huge_pages_beside_the_weights_are_not_the_weights(
+    at: Installed, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load_bundle(at.store, at.pointer, WeightPool(sizes[0])).runner
+    found: list[int | None] = [None, 5, 1 << 40]
+    for huge, told in zip(found, [None, 5, runner.weight_bytes], strict=True):
+        monkeypatch.setattr(PooledWeights, "huge_bytes", lambda _, huge=huge: huge)
+        assert runner.huge_weight_bytes == told
+    runner.close()
 
 
 def test_a_budget_too_small_is_refused_with_the_numbers(
