@@ -139,8 +139,6 @@ def test_the_command_line_answers_whole_and_in_parts(
         (["--prompt", "wat at top left"], "agent.request", "did you mean 'what' or"),
         ([], "agent.request", "caption"),
         (["--prompt", "what", "--image", "absent.npy"], "agent.picture", ""),
-        (["--prompt", "what", "--threads", "65"], "agent.bundle", ""),
-        (["--prompt", "what", "--max-tokens", "0"], "agent.request", "at least 1"),
     ],
 )
 def test_it_says_what_is_wrong(
