@@ -507,7 +507,8 @@ def test_it_covers_every_operation() -> None:
     fused = {Op.MOE_LAYER}  # see test_native_fused
     pages = {Op.EXPERT_PREFETCH, Op.EXPERT_LOAD}  # see test_native_schedule
     reference = {op for op in Op if KERNELS[op].is_reference}  # see test_onnx_operators
-    assert {case.op for case in CASES} == set(Op) - fused - pages - reference
+    packed = {Op.PACK, Op.PACKED}  # see test_native_packed
+    assert {case.op for case in CASES} == set(Op) - fused - pages - reference - packed
 
 
 def test_scores_need_memory_for_rows_not_for_a_map() -> None:
