@@ -93,6 +93,23 @@ def require_text(value: str, what: str) -> None:
         raise InvalidInputError(f"{what} must be text without NUL and lone surrogates")
 
 
+def require_texts(value: object, what: str) -> None:
+    """Refuse a JSON value of any depth that holds a text, or a name, which no database keeps.
+
+    Raises:
+        InvalidInputError: As `require_text`.
+    """
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            require_text(item, what)
+        elif isinstance(item, dict):
+            left += [*item, *item.values()]
+        elif isinstance(item, list):
+            left += item
+
+
 def require_claim(claim: Mapping[str, Json]) -> None:
     """Check what CI says about quality: how deep, how large, and that it is text and numbers.
 

@@ -20,8 +20,9 @@ from ninja.openapi.schema import OpenAPISchema
 
 from builds.apis.schemas import ProblemOut
 from builds.common.auth import BrowserAuth, TokenAuth
-from builds.common.errors import ApplicationError
+from builds.common.errors import ApplicationError, InvalidInputError
 from builds.common.problem import CONTENT_TYPE, busy_problem, problem, problem_of
+from builds.pipeline import require_texts
 from compiler.contract.errors import ContractError
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,10 @@ class ManagementApi(NinjaAPI):
 def _with_method_problem(view: View) -> View:
     @wraps(view)
     def answer(request: HttpRequest, *args: object, **kwargs: object) -> HttpResponseBase:
+        try:
+            require_texts([*kwargs.values(), *dict(request.GET).values()], "the address")
+        except InvalidInputError as error:
+            return on_application_error(request, error)
         response = view(request, *args, **kwargs)
         if not isinstance(response, HttpResponseNotAllowed):
             return response

@@ -4,10 +4,32 @@ from datetime import datetime
 from typing import Any
 
 from ninja import Field, Schema
+from pydantic import ValidationInfo, field_validator
 
 from builds.models import BuildJob, Bundle, Delta, ModelVersion
-from builds.pipeline import MAX_CLAIM_BYTES, MAX_CLAIM_DEPTH, MAX_FILES, MAX_NOTES
+from builds.pipeline import (
+    MAX_CLAIM_BYTES,
+    MAX_CLAIM_DEPTH,
+    MAX_FILES,
+    MAX_NOTES,
+    require_texts,
+)
 from builds.states import BuildState, DeltaState, VersionState
+
+
+class Asked(Schema):
+    """What a request's body may say: no text in it, however deep, is one that no database keeps."""
+
+    @field_validator("*")
+    @classmethod
+    def require_keepable(cls, value: object, info: ValidationInfo) -> object:
+        """Return the value of a field.
+
+        Raises:
+            InvalidInputError: A text in it has a character that no database keeps.
+        """
+        require_texts(value, info.field_name or "a field")
+        return value
 
 
 class BlobOut(Schema):
@@ -16,7 +38,7 @@ class BlobOut(Schema):
     created_at: datetime
 
 
-class ModelIn(Schema):
+class ModelIn(Asked):
     name: str = Field(..., max_length=64)
     title: str = Field("", max_length=200)
 
@@ -27,7 +49,7 @@ class ModelOut(Schema):
     created_at: datetime
 
 
-class FileIn(Schema):
+class FileIn(Asked):
     name: str = Field(..., max_length=120, description="As `pipeline.json` names it.")
     sha256: str = Field(
         ..., min_length=64, max_length=64, description="Uploaded before to `/blobs/{sha256}`."
@@ -35,7 +57,7 @@ class FileIn(Schema):
     size_bytes: int = Field(..., ge=0)
 
 
-class VersionIn(Schema):
+class VersionIn(Asked):
     version: str = Field(..., max_length=64, description="[a-z0-9][a-z0-9._-]*; final once sent.")
     base_version: str | None = Field(
         None, max_length=64, description="Whose grids are kept, so that the update is small."

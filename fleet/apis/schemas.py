@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 from django.core.exceptions import ObjectDoesNotExist
 from ninja import Field, Schema
 
+from builds.apis.schemas import Asked
 from compiler.contract.canonical import parse_object
 from compiler.contract.protocol import OfferKind
 from fleet.gates import PROFILES
@@ -25,16 +26,16 @@ Action = Literal["accept", "reject", "retire"]
 UPDATES_SHOWN: Final = 20
 
 
-class ReasonIn(Schema):
+class ReasonIn(Asked):
     reason: str = Field("", max_length=500)
 
 
-class AdmitIn(Schema):
+class AdmitIn(Asked):
     action: Action
     reason: str = Field("", max_length=500)
 
 
-class ClaimIn(Schema):
+class ClaimIn(Asked):
     name: str = Field(..., max_length=100)
     uses: int = Field(1, ge=1)
     expires_at: datetime | None = None
@@ -62,7 +63,7 @@ class NewClaimOut(ClaimOut):
     token: str = Field(..., description="Shown once.")
 
 
-class GroupIn(Schema):
+class GroupIn(Asked):
     name: str = Field(..., max_length=64)
     model: str = Field(..., max_length=64)
     filter: dict[str, Any] = Field(
@@ -182,7 +183,7 @@ class DevicePage(Schema):
     next: str | None
 
 
-class RulesIn(Schema):
+class RulesIn(Asked):
     group: str = Field("", max_length=64, description="Name of a group; empty: the whole fleet.")
     rules: dict[str, Any] | None = Field(
         ..., description="A document `sparsefleet.degrade/1`; null takes the rules back."
@@ -223,12 +224,12 @@ class ClaimPage(Schema):
     next: str | None
 
 
-class GoalIn(Schema):
+class GoalIn(Asked):
     percent: float | None = Field(None, description="Share of the group, this stage included.")
     count: int | None = Field(None, description="Instead of `percent`: so many devices.")
 
 
-class RolloutIn(Schema):
+class RolloutIn(Asked):
     model: str = Field(..., max_length=64)
     version: str = Field(..., max_length=64)
     group: str = Field(..., max_length=64)

@@ -110,6 +110,39 @@ def test_it_names_a_wrong_field_plainly() -> None:
     assert [item["at"] for item in answer.json()["errors"]] == ["limit"]
 
 
+def text_fields() -> Iterator[tuple[str, str, str]]:
+    """Every text, object and list of objects that the body of a POST may hold: where, which."""
+    spec = json.loads(document())
+    for path, operations in spec["paths"].items():
+        body = operations.get("post", {}).get("requestBody", {})
+        for name in re.findall(r"schemas/(\w+In)\b", json.dumps(body)):
+            for field, kinds in spec["components"]["schemas"][name]["properties"].items():
+                for kind in re.findall(r'"type": "(string|object)"', json.dumps(kinds)):
+                    if "enum" not in kinds and "format" not in json.dumps(kinds):
+                        address = path.replace("{action}", "halt")
+                        yield re.sub(r"\{[^}]*\}", "1", address), field, kind
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\0", "a\ud800"])
+def test_it_refuses_text_that_no_database_keeps_wherever_it_stands(text: str) -> None:
+    fields = list(text_fields())
+    assert {"group", "note", "reason", "title", "rules", "gate"} <= {name for _, name, _ in fields}
+    sent = headers(Role.ADMIN)
+    for path, name, kind in fields:
+        for value in [text] if kind == "string" else [{"a": [{"b": text}]}, {text: 1}]:
+            body = json.dumps({name: value})
+            answer = Client().post(path, body, content_type="application/json", headers=sent)
+            assert is_problem(answer, 422, "app.invalid_input"), (path, name)
+            assert name in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("path", ["models/a%00/versions", "builds?state=&model=%00", "nosuch/%00"])
+def test_it_refuses_an_address_that_no_database_keeps(path: str) -> None:
+    answer = Client().get(f"/api/v1/{path}", headers=headers())
+    expected = (404, "app.not_found") if "nosuch" in path else (422, "app.invalid_input")
+    assert is_problem(answer, *expected)
+
+
 def test_it_says_that_a_request_is_too_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
