@@ -1,10 +1,21 @@
 """Errors of the compiler: one root, a stable code per class, a hint where one helps."""
 
+import lzma
+import struct
+import tokenize
+import zipfile
+import zlib
 from typing import ClassVar, Final
 
 MAX_MESSAGE: Final = 4_000
 """Characters of a message: names in a file may be as long as the file."""
 _LINE: Final = "\n"
+UNREADABLE: Final = (
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, EOFError, SyntaxError),
+    *(RuntimeError, MemoryError),  # a password, an unknown compression, calls nested too deep
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, struct.error),
+)
+"""What reading bytes that are no archive of arrays ends in, besides `OSError`."""
 
 
 def printable(text: str | bytes) -> str:

@@ -5,10 +5,8 @@ holds cards, each a row of `images` and questions `{"kind", "prompt", "words", "
 answer as tokens of the vocabulary.
 """
 
-import lzma
 import math
 import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,7 @@ from compiler.contract.fields import (
 )
 from compiler.contract.pipeline import ImageSpec
 from compiler.driver.provenance import CALIBRATION
-from compiler.errors import MalformedModelError
+from compiler.errors import UNREADABLE, MalformedModelError
 from compiler.frontend.pipeline_json import read_pipeline
 
 SCHEMA: Final = "sparsefleet.cards/1"
@@ -39,17 +37,6 @@ MAX_WORDS: Final = 4_096
 MAX_TEXT: Final = 1_024
 MAX_JSON_BYTES: Final = 256 * 1024 * 1024
 MAX_IMAGE_BYTES: Final = 1024 * 1024 * 1024
-_UNREADABLE: Final = (
-    ValueError,
-    TypeError,
-    KeyError,
-    EOFError,
-    RuntimeError,  # a password, an unknown compression, calls nested too deep
-    MemoryError,
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-)
 _MEMBER: Final = "images.npy"
 _VERSION: Final = (1, 0)
 """Of the array format; the header of later ones may itself be gigabytes."""
@@ -151,7 +138,7 @@ def _images(path: Path, spec: ImageSpec) -> NDArray[np.uint8]:
             if not 0 <= size <= MAX_IMAGE_BYTES:
                 raise ContractError(f"{path.name} unpacks to {size} bytes, limit {MAX_IMAGE_BYTES}")
             data = stream.read(size + 1)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ContractError(f"{path.name} is not an archive with `images`: {error}") from error
     if len(data) != size:
         raise ContractError(f"{path.name} holds another number of bytes than its shape says")

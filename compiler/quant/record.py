@@ -9,7 +9,6 @@ Weights that read the same buffers (query, key and value; a stack's gate and up)
 """
 
 import io
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from compiler.contract.operations import NormKind, Op
 from compiler.contract.pipeline import PREFILL, SEE
+from compiler.errors import UNREADABLE
 from compiler.kernels.program import ABSENT, Call, Module, Program, call_params
 from compiler.quant.live_groups import LiveCounter, LiveGroups, quantised
 from compiler.quant.w4 import QuantError
@@ -147,7 +147,7 @@ class CalibrationRecord:
                 routers=tuple(_router(fields) for fields in _numbered(arrays, "router")),
                 live=tuple(_live(fields) for fields in _numbered(arrays, "live")),
             )
-        except (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, *UNREADABLE) as error:
             raise QuantError(f"not a calibration record: {error}") from error
 
 

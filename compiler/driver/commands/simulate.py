@@ -3,10 +3,7 @@
 import argparse
 import contextlib
 import io
-import lzma
-import tokenize
 import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +27,7 @@ from compiler.driver.lowering import lower_submission
 from compiler.driver.native_check import host_target, runs_here
 from compiler.driver.stages import StageClock
 from compiler.emitters.plan import emit_plan
-from compiler.errors import SelfTestError, UsageError
+from compiler.errors import UNREADABLE, SelfTestError, UsageError
 from compiler.hardware.targets import find_target
 from compiler.kernels.program import Module, Program
 from compiler.quant.module import pack_module
@@ -42,10 +39,6 @@ SEED: Final = 1
 SHOWN_VALUES: Final = 6
 MAX_JSON_BYTES: Final = 256 * 1024 * 1024
 _DTYPES: Final[Mapping[str, Any]] = {"f32": np.float32, "i32": np.int32, "u8": np.uint8}
-_UNREADABLE: Final = (
-    *(ValueError, TypeError, AttributeError, OverflowError, EOFError, RuntimeError, MemoryError),
-    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError),
-)
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -189,7 +182,7 @@ def _read(path: Path) -> Arrays:
         raise ContractError(
             f"{path} cannot be read: {error.strerror or error}", hint="name a .npz or .json file"
         ) from error
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ContractError(
             f"{path} is no .npz or .json of arrays: {error}",
             hint="numpy.savez(FILE, ROLE=ARRAY) writes one, as does JSON of ROLE: nested lists",

@@ -1,5 +1,8 @@
 """The recorder of calibration runs: inputs, zeros, routes; bounded, and the same twice."""
 
+import io
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -115,3 +118,47 @@ def test_it_refuses_bytes_that_are_no_record() -> None:
     for bad in (b"", b"no", good[:-40], good[: len(good) // 2]):
         with pytest.raises(QuantError):
             CalibrationRecord.from_bytes(bad)
+
+
+def npz(**members: bytes) -> bytes:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(f"{name}.npy", content)
+    return data.getvalue()
+
+
+def npy(head: str, version: bytes = b"\x01\x00") -> bytes:
+    size = len(head).to_bytes(2 if version[0] == 1 else 4, "little")
+    return b"\x93NUMPY" + version + size + head.encode()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        npz(source_of=npy("{'descr': '<i8', 'fortran_order': False, 'shape': (2, 2")),
+        npz(source_of=npy("{'descr': '<i8', 'fortran_order': False, 'shape': (1e9, 2), }")),
+        npz(source_of=npy("{'descr': '<i8', 'fortran_order': False, 'shape': (2**70, 2), }")),
+        npz(source_of=npy(f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({1 << 70},), }}")),
+        npz(source_of=npy("{'descr': [1, 2], 'fortran_order': False, 'shape': (2, 2), }")),
+        npz(source_of=npy("(" * 300)),
+        npz(source_of=b""),
+        npz(source_of=b"no array"),
+        npz(samples=npy("{'descr': '<i8', 'fortran_order': False, 'shape': (0,), }")),
+        npy("{'descr': '<i8', 'fortran_order': False, 'shape': (0,), }"),
+        npz(
+            source_of=npy("{'descr': '<i8', 'fortran_order': False, 'shape': (0, 2), }"),
+            sample=npy("{'descr': '<i8', 'fortran_order': False, 'shape': (0,), }"),
+        ),
+        npz(
+            **{
+                "source_of": npy("{'descr': '<i8', 'fortran_order': False, 'shape': (0, 2), }"),
+                "sample.0.what": npy("{'descr': '<i8', 'fortran_order': False, 'shape': (0,), }"),
+                "sample.0.seen": npy("{'descr': '<i8', 'fortran_order': False, 'shape': (0,), }"),
+            }
+        ),
+    ],
+)
+def test_it_refuses_archives_that_numpy_stumbles_over(bad: bytes) -> None:
+    with pytest.raises(QuantError, match="not a calibration record"):
+        CalibrationRecord.from_bytes(bad)
