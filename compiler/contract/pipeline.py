@@ -32,6 +32,7 @@ MAX_PIPELINE_BYTES: Final = 8 * 1024 * 1024
 MAX_VOCABULARY: Final = 1 << 20
 MAX_TOKEN: Final = 1024
 MAX_PROMPTS: Final = 64
+MAX_SHOWN: Final = 64
 MAX_PORTS: Final = 16
 MAX_PROGRAMS: Final = 16
 MAX_SIDE: Final = 1 << 14
@@ -71,6 +72,11 @@ class ImageSpec:
         return self.height * self.width * self.channels
 
 
+def shown(text: str) -> str:
+    """Return `text` as errors repeat it: cut off where it is longer than `MAX_SHOWN`."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
 @dataclass(frozen=True, slots=True)
 class TokenSpec:
     """Words of the model.
@@ -105,7 +111,7 @@ class TokenSpec:
             return [self._index[word] for word in words]
         except KeyError as error:
             raise ContractError(
-                f"unknown word {error.args[0]!r}", hint="the model knows only its vocabulary"
+                f"unknown word {shown(error.args[0])!r}", hint="the model knows only its vocabulary"
             ) from error
 
     def words(self, ids: Iterable[int]) -> list[str]:
@@ -124,7 +130,7 @@ class TokenSpec:
             return self.ids(self.prompts[name])
         if name + PREFIX not in self.prompts or name + SUFFIX not in self.prompts:
             raise ContractError(
-                f"no prompt {name!r}", hint="prompts: " + ", ".join(sorted(self.prompts))
+                f"no prompt {shown(name)!r}", hint="prompts: " + ", ".join(sorted(self.prompts))
             )
         return self.ids([*self.prompts[name + PREFIX], *words, *self.prompts[name + SUFFIX]])
 

@@ -7,6 +7,7 @@ never torn, so the cache is whole whatever happens. Nothing waits in a loop. `Se
 makes these; the clock starts with the first token that is asked for.
 """
 
+import operator
 import threading
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from compiler.contract.session import Answer, Buffer, Dialogue, Request, Runs
 from device_agent.errors import AnswerError, RequestError
 
 _SECOND_MS: Final = 1_000.0
+_SHOWN_BITS: Final = 64
 
 
 class Stop(Protocol):
@@ -270,13 +272,15 @@ def require_ids(prompt: Sequence[int], tokens: TokenSpec) -> list[int]:
     """Return a prompt of token ids as it is.
 
     Raises:
-        ContractError: An id is not in the vocabulary.
+        ContractError: One is no whole number, or not in the vocabulary.
     """
-    ids = [int(token) for token in prompt]
-    for token in ids:
+    hint = f"ids are 0 to {len(tokens.vocabulary) - 1}"
+    try:
+        ids = [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise ContractError(f"a prompt that holds no token ids: {error}", hint=hint) from error
+    for at, token in enumerate(ids):
         if not 0 <= token < len(tokens.vocabulary):
-            raise ContractError(
-                f"token {token} is outside the vocabulary",
-                hint=f"ids are 0 to {len(tokens.vocabulary) - 1}",
-            )
+            name = token if token.bit_length() <= _SHOWN_BITS else f"number {at}"
+            raise ContractError(f"token {name} is outside the vocabulary", hint=hint)
     return ids

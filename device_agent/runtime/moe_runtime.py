@@ -26,7 +26,7 @@ from typing import Final, Self
 from compiler.contract.bands import BandedRunner
 from compiler.contract.degrade import Rule, Rung
 from compiler.contract.errors import ContractError
-from compiler.contract.pipeline import PREFIX, Pipeline, TokenSpec
+from compiler.contract.pipeline import PREFIX, Pipeline, TokenSpec, shown
 from compiler.contract.pooled_weights import PooledWeights
 from compiler.contract.session import Answer, Dialogue, Manner, PlanRunner
 from compiler.contract.session import Session as PlanSession
@@ -396,7 +396,7 @@ class Session:
                 template = QUESTION if QUESTION in self._runtime.templates else PLAIN
             if template not in (PLAIN, *self._runtime.templates):
                 known = ", ".join(self._runtime.templates) or "none"
-                raise RequestError(f"no prompt {template!r}", hint=f"prompts: {known}")
+                raise RequestError(f"no prompt {shown(template)!r}", hint=f"prompts: {known}")
             if not words and template not in self._tokens.prompts:
                 raise RequestError("nothing was asked", hint=self._templates_hint())
             if template == PLAIN:
@@ -416,5 +416,5 @@ class Session:
         known = self._tokens.vocabulary
         words = prompt.split() if isinstance(prompt, str) else []
         unknown = [word for word in words if word not in known]
-        near = difflib.get_close_matches(unknown[0], known) if unknown else []
+        near = difflib.get_close_matches(shown(unknown[0]), known) if unknown else []
         return f"did you mean {' or '.join(map(repr, near))}?" if near else error.hint
