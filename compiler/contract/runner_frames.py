@@ -16,7 +16,8 @@ that this machine may not be, for an emulator. Little-endian throughout.
 `keep` truncates the cache first; `NONE` leaves it. Program `NONE` does no more. Failed call `NONE`
 is not known. Every length is
 bounded by the plan: a request by its arena and `MAX_COPIES`, a reply by the outputs asked for.
-Whoever reads a frame that breaks a bound ends the process. Standard library only.
+A status is one of `Status`, and the rows of an OK reply are those before and what one run can
+append. Whoever reads a frame that breaks a bound ends the process. Standard library only.
 """
 
 import struct
@@ -28,7 +29,7 @@ from compiler.contract.backend import BackendError, check_inputs
 from compiler.contract.native_steering import steering_record
 from compiler.contract.pipeline import Port, ProgramSpec
 from compiler.contract.plan import Plan, PlanProgram
-from compiler.contract.plan_format import DTYPE_NAMES, Direction, align
+from compiler.contract.plan_format import DTYPE_NAMES, Direction, Status, align
 from compiler.contract.session import Buffer
 from compiler.contract.steering import Residency, Steering
 
@@ -50,6 +51,28 @@ class Reply(NamedTuple):
     kv_length: int
     reserved: int
     size_bytes: int
+
+
+def read_reply(head: bytes, reply_bytes: int) -> Reply:
+    """Return the head of a reply to a request whose outputs are so many bytes.
+
+    Raises:
+        ValueError: The status is none, or another number of bytes is announced.
+    """
+    reply = Reply(*REPLY.unpack(head))
+    if reply.status not in tuple(Status):
+        raise ValueError(f"it answered with status {reply.status}, which is none")
+    wanted = reply_bytes if reply.status == Status.OK else 0
+    if reply.size_bytes != wanted:
+        raise ValueError(f"it announced {reply.size_bytes} bytes, not {wanted}")
+    return reply
+
+
+def most_appended_rows(plan: Plan) -> int:
+    """Return the most rows that one run may append to the cache."""
+    if plan.kv is None:
+        return 0
+    return max([plan.max_tokens, *(buffer.rows for buffer in plan.buffers)])
 
 
 @dataclass(frozen=True, slots=True)

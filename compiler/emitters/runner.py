@@ -15,9 +15,9 @@ from compiler.contract.plan_format import Status
 from compiler.contract.runner_frames import (
     REPLY,
     ProgramFrames,
-    Reply,
     encode_script,
     frames_of,
+    read_reply,
 )
 from compiler.contract.steering import Residency, Steering
 from compiler.emitters.backends import emitter_for
@@ -98,7 +98,10 @@ def _decode(output: bytes, asked: Sequence[tuple[ProgramFrames, int]]) -> list[d
     for number, (program, tokens) in enumerate(asked):
         if at + REPLY.size > len(output):
             raise ToolchainError(f"the program stopped before run {number}")
-        reply = Reply(*REPLY.unpack_from(output, at))
+        try:
+            reply = read_reply(output[at : at + REPLY.size], program.reply_bytes(tokens))
+        except ValueError as error:
+            raise ToolchainError(f"run {number}: {error}") from error
         at += REPLY.size
         if reply.status != Status.OK:
             raise_status(reply.status, f"run {number} call {reply.failed_call}")

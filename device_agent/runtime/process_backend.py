@@ -5,7 +5,8 @@
 
 Protocol and bounds: `compiler.contract.runner_frames`. The runner is `plan_runner`, with a bundle's
 own kernels, or a freestanding program, on this machine or under an emulator. It ends when this
-process does, because its pipe then ends.
+process does, because its pipe then ends. What it says on stderr is read as it comes: the beginning
+is kept for the error that tells how it ended, the rest is dropped.
 """
 
 import contextlib
@@ -13,7 +14,6 @@ import os
 import select
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +31,8 @@ from compiler.contract.runner_frames import (
     Reply,
     frames_of,
     keep_request,
+    most_appended_rows,
+    read_reply,
 )
 from compiler.contract.session import Buffer
 
@@ -38,6 +40,7 @@ TIMEOUT_S: Final = 60.0
 START_TIMEOUT_S: Final = 120.0
 _CHUNK_BYTES: Final = 1 << 16
 _SHOWN_BYTES: Final = 300
+_LEAVE_S: Final = 1.0
 _MS: Final = 1_000
 _PACKAGE_ROOT: Final = Path(__file__).resolve().parents[2]
 
@@ -70,6 +73,7 @@ class ProcessBackend(Backend):
         self._timeout_s = timeout_s
         self._child: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
+        self._told = b""
         self._kv_length = 0
         self.starts = 0
         """How many processes were started."""
@@ -98,7 +102,7 @@ class ProcessBackend(Backend):
         if length > self._kv_length:
             raise_status(Status.CONTEXT_LOST, f"cache of {length} rows")
         if length != self._kv_length:
-            self._ask(keep_request(length), 0, f"cache of {length} rows")
+            self._ask(keep_request(length), 0, f"cache of {length} rows", range(length, length + 1))
 
     def _load(self) -> Mapping[str, ProgramSpec]:
         self._start()
@@ -111,12 +115,19 @@ class ProcessBackend(Backend):
         data = self._ask(request, frames.reply_bytes(tokens), f"program {program!r}")
         return frames.outputs_of(data, tokens)
 
-    def _ask(self, request: bytes, reply_bytes: int, what: str) -> bytes:
+    def _ask(self, request: bytes, reply_bytes: int, what: str, rows: range | None = None) -> bytes:
+        """Return what follows an OK reply, after which the cache has one of `rows` rows.
+
+        None: any that a run may leave. After an error it has as many as before.
+        """
         if self._child is None:
             self._start()
         deadline = time.monotonic() + self._timeout_s
+        if rows is None:
+            most = self._kv_length + most_appended_rows(self._plan)
+            rows = range(self._kv_length, most + 1)
         try:
-            reply, data = self._exchange(request, reply_bytes, deadline)
+            reply, data = self._exchange(request, reply_bytes, rows, deadline)
         except (OSError, EOFError, ValueError) as error:
             raise self._crashed(str(error) or "it ended") from error
         except BaseException:  # an interrupt between request and reply: what comes next is torn
@@ -128,25 +139,27 @@ class ProcessBackend(Backend):
             raise_status(reply.status, where)
         return data
 
-    def _exchange(self, request: bytes, reply_bytes: int, deadline: float) -> tuple[Reply, bytes]:
+    def _exchange(
+        self, request: bytes, reply_bytes: int, rows: range, deadline: float
+    ) -> tuple[Reply, bytes]:
         self._write(request, deadline)
-        reply = Reply(*REPLY.unpack(self._read(REPLY.size, deadline)))
-        wanted = reply_bytes if reply.status == Status.OK else 0
-        if reply.size_bytes != wanted:
-            raise ValueError(f"it announced {reply.size_bytes} bytes, not {wanted}")
-        return reply, self._read(wanted, deadline)
+        reply = read_reply(self._read(REPLY.size, deadline), reply_bytes)
+        left = rows if reply.status == Status.OK else (self._kv_length,)
+        if reply.kv_length not in left:
+            raise ValueError(f"it says that its cache has {reply.kv_length} rows")
+        return reply, self._read(reply.size_bytes, deadline)
 
     def _start(self) -> None:
         self._kv_length = 0
+        self._told = b""
         script = self._script()
         try:
-            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `_end`
             self._child = subprocess.Popen(  # noqa: S603 -- as configured, without a shell
                 self._command,
                 cwd=_PACKAGE_ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._errors,
+                stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,  # Ctrl-C is for us to pass on
             )
@@ -157,11 +170,12 @@ class ProcessBackend(Backend):
                 hint=f"is {self._command[0]} installed?",
             ) from error
         self.starts += 1
-        for pipe in (self._child.stdin, self._child.stdout):
+        self._errors = self._child.stderr
+        for pipe in (self._child.stdin, self._child.stdout, self._child.stderr):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
         try:
-            reply, _ = self._exchange(script, 0, time.monotonic() + START_TIMEOUT_S)
+            reply, _ = self._exchange(script, 0, range(1), time.monotonic() + START_TIMEOUT_S)
         except (OSError, EOFError, ValueError) as error:
             raise self._crashed(f"it does not load the plan: {error}") from error
         except BaseException:  # as in `_ask`: the next call starts another one
@@ -194,11 +208,30 @@ class ProcessBackend(Backend):
 
     def _wait(self, fd: int, event: int, deadline: float) -> None:
         """Sleep until the pipe is ready."""
-        poll = select.poll()
-        poll.register(fd, event)
+        while fd not in (ready := self._ready({fd: event}, deadline)):
+            if not ready:
+                raise TimeoutError("it did not answer in time")
+
+    def _ready(self, wanted: Mapping[int, int], deadline: float) -> set[int]:
+        """Sleep until a wanted pipe or stderr is ready; read a piece of stderr if that is.
+
+        Returns:
+            What is ready; nothing after the deadline.
+        """
+        poll, errors = select.poll(), self._errors
+        for fd, event in wanted.items():
+            poll.register(fd, event)
+        if errors is not None:
+            poll.register(errors, select.POLLIN)
         left_s = deadline - time.monotonic()
-        if left_s <= 0 or not poll.poll(left_s * _MS):
-            raise TimeoutError("it did not answer in time")
+        ready = {fd for fd, _ in poll.poll(left_s * _MS)} if left_s > 0 else set()
+        if errors is not None and errors.fileno() in ready:
+            part = os.read(errors.fileno(), _CHUNK_BYTES)
+            self._told += part[: _SHOWN_BYTES - len(self._told)]
+            if not part:
+                errors.close()
+                self._errors = None
+        return ready
 
     def _crashed(self, why: str) -> BackendCrashedError:
         """End the process and return the error that tells how it went."""
@@ -215,21 +248,22 @@ class ProcessBackend(Backend):
     def _end(self) -> tuple[int | None, str]:
         """Kill the process; return its status before that, if it had ended, and what it said."""
         child, self._child, self._kv_length = self._child, None, 0
-        status, told = None, ""
+        status = None
         if child is not None:
             for pipe in (child.stdin, child.stdout):
                 if pipe is not None:
                     pipe.close()
+            deadline = time.monotonic() + _LEAVE_S
+            while self._errors is not None and self._ready({}, deadline):
+                pass
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = child.wait(1.0)
+                status = child.wait(max(0.0, deadline - time.monotonic()))
             child.kill()
             child.wait()
         if self._errors is not None:
-            self._errors.seek(0)
-            told = self._errors.read(_SHOWN_BYTES).decode("utf-8", "replace").strip()
             self._errors.close()
             self._errors = None
-        return status, told
+        return status, self._told.decode("utf-8", "replace").strip()
 
     def _unload(self) -> None:
         self._end()

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from compiler.contract.runner_frames import (
     REQUEST_MAGIC,
     encode_script,
     frames_of,
+    keep_request,
 )
 from compiler.contract.session import Buffer, Session, step_inputs
 from compiler.driver.bundle_files import write_bundle
@@ -337,7 +337,7 @@ class TestProcesses:
         [
             (["/absent/runner"], BackendAbsentError, "cannot be started"),
             (["/bin/false"], BackendCrashedError, "does not load the plan"),
-            (["/bin/echo", "x" * 100], BackendCrashedError, "it announced"),
+            (["/bin/echo", "x" * 100], BackendCrashedError, "which is none"),
             (
                 [sys.executable, "-m", "device_agent.runtime.plan_runner", "/absent"],
                 BackendCrashedError,
@@ -372,6 +372,46 @@ class TestProcesses:
             backend.init()
         assert backend.pid is None
 
+    @pytest.mark.parametrize(
+        ("reply", "message"),
+        [
+            ((77, NONE, 0, 0, 0), "status 77, which is none"),
+            ((-1, NONE, 0, 0, 0), "status -1, which is none"),
+            ((Status.OK, NONE, 3, 0, 0), "its cache has 3 rows"),
+            ((Status.BAD_TOKEN, NONE, 1, 0, 0), "its cache has 1 rows"),
+            ((Status.BAD_TOKEN, NONE, 0, 0, 8), "announced 8 bytes"),
+        ],
+    )
+    def test_a_reply_that_is_none_ends_it(
+        self, card: Card, reply: tuple[int, ...], message: str
+    ) -> None:
+        heads = [REPLY.pack(Status.OK, NONE, 0, 0, 0), REPLY.pack(*reply)]
+        script = "; ".join(
+            ["import os", *(f"os.write(1, {head!r}); os.read(0, 1 << 16)" for head in heads)]
+        )
+        backend = ProcessBackend([sys.executable, "-c", script], card.plan, lambda: b"script")
+        backend.init()
+        assert backend.pid is not None
+        with pytest.raises(BackendCrashedError, match=message):
+            backend._ask(keep_request(2), 0, "cache of 2 rows", range(2, 3))
+        assert (backend.pid, backend.kv_length) == (None, 0)
+
+    def test_of_an_endless_stderr_the_beginning_is_kept(self, card: Card) -> None:
+        """It is read as it comes: the reply that comes after a megabyte of it arrives."""
+        head = REPLY.pack(Status.OK, NONE, 0, 0, 0)
+        script = (
+            "import os, sys; print('it begins', file=sys.stderr, flush=True)\n"
+            "for _ in range(64): os.write(2, b'x' * (1 << 14))\n"
+            f"os.write(1, {head!r}); os.read(0, 1 << 16)\n"
+            "while True: os.write(2, b'x' * (1 << 14))"
+        )
+        backend = ProcessBackend([sys.executable, "-c", script], card.plan, timeout_s=0.2)
+        backend.init()
+        with pytest.raises(BackendCrashedError, match="in time; it begins") as error:
+            backend.execute("see", {"image": card.image})
+        assert len(str(error.value)) < 400
+        assert backend.pid is None
+
     def test_an_interrupted_start_leaves_no_process(
         self, card: Card, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -388,14 +428,14 @@ class TestProcesses:
         with pytest.raises(ProcessLookupError):
             os.kill(started[0], 0)
 
-    def test_a_full_disk_is_a_typed_error(
+    def test_no_more_open_files_is_a_typed_error(
         self, card: Card, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def full() -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
+        def full(*_: object, **__: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
 
-        monkeypatch.setattr(tempfile, "TemporaryFile", full)
-        with pytest.raises(BackendAbsentError, match="No space left"):
+        monkeypatch.setattr(subprocess, "Popen", full)
+        with pytest.raises(BackendAbsentError, match="Too many open files"):
             ProcessBackend(["/bin/cat"], card.plan).init()
 
     def test_it_goes_with_its_parent(self, card: Card) -> None:
