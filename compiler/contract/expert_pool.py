@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from compiler.contract.native_errors import NativeError, UnsupportedPlanError
+from compiler.contract.native_fork import finalize_here, require_opened_here
 from compiler.contract.native_library import KernelLibrary
 from compiler.contract.native_memory import huge_bytes_of
 from compiler.contract.plan_format import Status
@@ -99,7 +100,10 @@ class ExpertFile:
 
 
 class ExpertPool:
-    """One native pool. Its calls take a lock for microseconds and may come from any thread."""
+    """One native pool. Its calls take a lock for microseconds and may come from any thread.
+
+    In a process that was forked after it was opened every one of them raises `NativeError`.
+    """
 
     def __init__(
         self,
@@ -119,7 +123,8 @@ class ExpertPool:
             NativeError: The numbers make no pool, or there is no address space.
         """
         bound = {name: library.bind(f"sf_pool_{name}", *call) for name, call in _CALLS.items()}
-        self._calls = {name: call for name, call in bound.items() if call is not None}
+        self._bound = {name: call for name, call in bound.items() if call is not None}
+        self._pid: Final = os.getpid()
         if len(self._calls) < len(_CALLS):
             raise UnsupportedPlanError("these kernels have no expert pools: build them again")
         self.files: Final = tuple(files)
@@ -144,10 +149,20 @@ class ExpertPool:
         self.address: Final = int(found.value)
         self.run_bytes: Final = run_bytes
         self.persistent_bytes: Final = persistent_bytes
-        self._close = weakref.finalize(
+        self._close = finalize_here(
             self, _close, self._calls["close"], self.address, (library, keeps)
         )
         self._close.atexit = False
+
+    @property
+    def _calls(self) -> "Mapping[str, ctypes._FuncPointer]":
+        """The pool's calls by name.
+
+        Raises:
+            NativeError: This process is a fork of the one that opened the pool.
+        """
+        require_opened_here(self._pid)
+        return self._bound
 
     def fill(self) -> None:
         """Read every expert once, verify it in its slot, and keep those worth most that fit.
@@ -321,6 +336,7 @@ class ExpertPool:
         Raises:
             NativeError: Another trace is written already.
         """
+        require_opened_here(self._pid)
         call = self._library.bind("sf_pool_set_trace", ctypes.c_int32, (_P, _P))
         if call is not None and call(self.address, address):
             raise NativeError("this pool of experts is traced already: end that trace first")
@@ -350,7 +366,7 @@ class ReadAhead:
             thread.start()
         except RuntimeError:  # the system gives no thread; slower, not wrong
             return
-        self._end = weakref.finalize(self, _end, pool, thread)
+        self._end = finalize_here(self, _end, pool, thread)
 
     def close(self) -> None:
         """Send the thread home and wait for it."""

@@ -8,8 +8,11 @@ The caller must have verified the signature of all three: kernels are code. Stan
 """
 
 import ctypes
+import os
 import threading
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -20,6 +23,7 @@ from compiler.contract.native_errors import (
     UnsupportedPlanError,
     raise_status,
 )
+from compiler.contract.native_fork import require_opened_here
 from compiler.contract.native_library import MAX_THREADS, KernelLibrary, Workers
 from compiler.contract.native_memory import Memory
 from compiler.contract.native_policy import PolicySeat
@@ -42,7 +46,8 @@ _BUSY: Final = "the plan is closed, or already running in another thread"
 class NativePlan:
     """A plan ready to run. Not for two threads at once; a second caller is refused.
 
-    Any thread may close it: what runs then ends as it would, and nothing runs after it.
+    Any thread may close it: what runs then ends as it would, and nothing runs after it. Where it
+    has lent threads or an expert pool, every call from a process forked later raises `NativeError`.
     """
 
     def __init__(
@@ -73,7 +78,9 @@ class NativePlan:
         self.cpus: Set[int] = frozenset()
         """Where threads lent from now on run; empty for anywhere."""
         self._lock = threading.Lock()
-        self._is_traced = False
+        self._pid: Final = os.getpid()
+        self._holder: int | None = None
+        self._traced_by: object | None = None
         self._pager: PagerHook | None = None
         self._workers: Workers | None = None
         self._seat: Seat | None = None
@@ -148,48 +155,53 @@ class NativePlan:
             NativeError: The number is out of range, or the plan is running or closed.
         """
         _require_threads(threads)
-        library = self._take("threads cannot change while the plan is running or closed")
-        try:
+        with self._held("threads cannot change while the plan is running or closed") as library:
             if self._workers is not None:
                 self._workers.close()
             self._workers = Workers(library, self._context, self._memory, threads - 1, self.cpus)
-        finally:
-            self._give()
 
     @property
     def lost_threads(self) -> int:
         """Lent threads that have ended by themselves; the same bits come without them, later."""
         return 0 if self._workers is None else self._workers.lost
 
-    def set_trace(self, address: int | None) -> None:
-        """Have runs write events to the `SfTrace` at an address; None ends it.
+    @contextmanager
+    def tracing(self, *, ends: bool = False) -> Iterator[Callable[[int | None, object], None]]:
+        """Hold the plan, and yield what has runs write events to an `SfTrace`; None for nowhere.
 
-        `compiler.contract.native_trace.traced` is what callers use.
+        It takes the record's address and who owns the memory, which is kept while runs may write
+        there. `compiler.contract.native_trace.traced` is what callers use.
+
+        Args:
+            ends: To end a trace: waits for the run of another thread.
 
         Raises:
-            NativeError: The plan is running or closed, or writes to another trace already.
+            NativeError: The plan is closed, or running; or it begins and is traced already.
             UnsupportedPlanError: The kernels were built before there were traces.
         """
-        library = self._take("a trace cannot change while the plan is running or closed")
-        try:
+        refusal = "a trace cannot change while the plan is running or closed"
+        with self._held(refusal, waits=ends) as library:
             if library.set_trace is None:
                 raise UnsupportedPlanError("these kernels have no trace points: build them again")
-            if address is not None and self._is_traced:
+            if self._traced_by is not None and not ends:
                 raise NativeError("this plan is traced already: end that trace first")
-            status = library.set_trace(self._context, address)
-            if status:
-                raise_status(status, "trace")
-            self._is_traced = address is not None
-        finally:
-            self._give()
+            yield partial(self._set_trace, library)
+
+    def _set_trace(self, library: KernelLibrary, address: int | None, owner: object) -> None:
+        assert library.set_trace is not None
+        status = library.set_trace(self._context, address)
+        if status:
+            raise_status(status, "trace")
+        self._traced_by = None if address is None else owner
 
     @property
     def policy(self) -> PolicySeat:
         """Where the table that says how calls run is swapped, also while the plan runs.
 
         Raises:
-            NativeError: The plan was never loaded.
+            NativeError: The plan was never loaded, or this process is a fork.
         """
+        self._require_here()
         if self._policy is None:
             raise NativeError("the plan is not loaded")
         return self._policy
@@ -199,8 +211,9 @@ class NativePlan:
         """Where what routers go by besides their logits is swapped, also while the plan runs.
 
         Raises:
-            NativeError: The plan was never loaded.
+            NativeError: The plan was never loaded, or this process is a fork.
         """
+        self._require_here()
         if self._steering is None:
             raise NativeError("the plan is not loaded")
         return self._steering
@@ -214,13 +227,14 @@ class NativePlan:
         """Return the cell that the runtime looks up for a call in a run of `tokens`.
 
         Raises:
-            NativeError: There is no such call, the plan is closed, or the kernels are too old.
+            NativeError: There is no such call, the plan is closed or running, or the kernels are
+                too old.
         """
-        library = self._library
-        chosen = self._programs.get(program) if library is not None else None
-        if library is None or chosen is None or library.policy_lookup is None or call < 0:
-            raise NativeError(f"there is no call {call} of program {program!r} to look up")
-        found = int(library.policy_lookup(self._context, chosen.number, call, tokens))
+        with self._held() as library:
+            chosen = self._programs.get(program)
+            if chosen is None or library.policy_lookup is None or call < 0:
+                raise NativeError(f"there is no call {call} of program {program!r} to look up")
+            found = int(library.policy_lookup(self._context, chosen.number, call, tokens))
         if found < 0:
             raise NativeError(f"there is no call {call} of program {program!r}")
         return found
@@ -244,12 +258,12 @@ class NativePlan:
         """Return whether a weight, by its number in the plan, lies in memory now.
 
         Raises:
-            NativeError: There is no such weight, or the plan is closed.
+            NativeError: There is no such weight, or the plan is closed or running.
         """
-        library = self._library
-        if library is None or not 0 <= weight < len(self.plan.weights):
-            raise NativeError(f"there is no weight {weight}, or the plan is closed")
-        return self._seat is None or self._seat.is_resident(weight)
+        with self._held():
+            if not 0 <= weight < len(self.plan.weights):
+                raise NativeError(f"there is no weight {weight}")
+            return self._seat is None or self._seat.is_resident(weight)
 
     @property
     def context_bytes(self) -> int:
@@ -305,8 +319,7 @@ class NativePlan:
             NativeError: As `run`.
             UnsupportedPlanError: The kernels were built before this was possible.
         """
-        library = self._take(_BUSY)
-        try:
+        with self._held() as library:
             chosen = self._chosen(program)
             if min(first, count) < 0:
                 raise NativeError(f"there are no calls {first} to {first + count}")
@@ -321,19 +334,39 @@ class NativePlan:
             if status:
                 raise_status(status, f"program {program!r} call {self._args.failed_call}")
             return int(self._args.tokens)
+
+    @contextmanager
+    def _held(self, refusal: str = _BUSY, *, waits: bool = False) -> Iterator[KernelLibrary]:
+        library = self._take(refusal, waits=waits)
+        try:
+            yield library
         finally:
             self._give()
 
-    def _take(self, refusal: str) -> KernelLibrary:
-        """Have the plan for one call, until `_give`; refuse what is closed or at a call."""
-        if self._lock.acquire(blocking=False):
+    def _take(self, refusal: str, *, waits: bool = False) -> KernelLibrary:
+        """Have the plan for one call, until `_give`.
+
+        Raises:
+            NativeError: It is closed, or at a call: with `waits` one of this very thread, which
+                would wait for itself. Or this process is a fork; see the class.
+        """
+        self._require_here()
+        waits &= self._holder != threading.get_ident() and os.getpid() == self._pid
+        if self._lock.acquire(blocking=waits):
+            self._holder = threading.get_ident()
             if self._library is not None:
                 return self._library
-            self._lock.release()
+            self._give()
         raise NativeError(refusal)
+
+    def _require_here(self) -> None:
+        """Refuse a fork, which has none of the threads that this plan needs."""
+        if self._seat is not None or self.threads > 1:
+            require_opened_here(self._pid)
 
     def _give(self) -> None:
         """Give the plan back; one that was closed meanwhile is unloaded now."""
+        self._holder = None
         self._lock.release()
         if self._library is None:
             self.close()
@@ -375,22 +408,20 @@ class NativePlan:
     def _counts(
         self, program: str, counted: Callable[[PlanCall], bool]
     ) -> dict[int, tuple[int, int]]:
-        library = self._library
-        chosen = self._programs.get(program) if library is not None else None
-        if library is None or chosen is None:
-            raise NativeError(f"there is no program {program!r}, or the plan is closed")
-        if library.check_counts is None:
-            return {}
-        counts, found = (ctypes.c_uint64 * 2)(), {}
-        for at, call in enumerate(self.plan.programs[chosen.number].calls):
-            if counted(call):
-                status = library.check_counts(
-                    self._context, chosen.number, at, ctypes.addressof(counts)
-                )
-                if status:
-                    raise_status(status, f"counts of program {program!r} call {at}")
-                found[at] = (int(counts[0]), int(counts[1]))
-        return found
+        with self._held() as library:
+            chosen = self._chosen(program)
+            if library.check_counts is None:
+                return {}
+            counts, found = (ctypes.c_uint64 * 2)(), {}
+            for at, call in enumerate(self.plan.programs[chosen.number].calls):
+                if counted(call):
+                    status = library.check_counts(
+                        self._context, chosen.number, at, ctypes.addressof(counts)
+                    )
+                    if status:
+                        raise_status(status, f"counts of program {program!r} call {at}")
+                    found[at] = (int(counts[0]), int(counts[1]))
+            return found
 
     def set_pager(self, pager: Pager) -> None:
         """Have `pager` told, within runs, which experts are prefetched, loaded and used.
@@ -398,33 +429,42 @@ class NativePlan:
         It is called on the thread that called `run`.
 
         Raises:
+            NativeError: The plan is closed or running.
             UnsupportedPlanError: The kernels were built before this was possible.
         """
-        library = self._library
-        if library is None or library.set_pager is None:
-            raise UnsupportedPlanError("these kernels know no pager: build them again")
-        hook = PagerHook(pager)
-        library.set_pager(self._context, hook.function, None)
-        self._pager = hook
+        with self._held() as library:
+            if library.set_pager is None:
+                raise UnsupportedPlanError("these kernels know no pager: build them again")
+            hook = PagerHook(pager)
+            library.set_pager(self._context, hook.function, None)
+            self._pager = hook
 
     @property
     def kv_length(self) -> int:
-        """Rows in the key/value cache."""
-        return 0 if self._library is None else int(self._library.kv_length(self._context))
+        """Rows in the key/value cache; 0 of a closed plan.
+
+        Raises:
+            NativeError: The plan is running.
+        """
+        if self._library is None:
+            return 0
+        with self._held() as library:
+            return int(library.kv_length(self._context))
 
     @kv_length.setter
     def kv_length(self, length: int) -> None:
         """Forget every row from `length` on.
 
         Raises:
-            NativeError: The cache holds fewer rows.
+            NativeError: The cache holds fewer rows, or the plan is closed or running.
             ContextLostError: Rows that a window would show again were overwritten.
         """
-        if self._library is None or not 0 <= length <= self.kv_length:
-            raise NativeError(f"cannot set the cache to {length} rows")
-        status = self._library.set_kv_length(self._context, length)
-        if status:
-            raise_status(status, f"cache of {length} rows")
+        with self._held() as library:
+            if not 0 <= length <= int(library.kv_length(self._context)):
+                raise NativeError(f"cannot set the cache to {length} rows")
+            status = library.set_kv_length(self._context, length)
+            if status:
+                raise_status(status, f"cache of {length} rows")
 
     def close(self) -> None:
         """Unload the kernels; where another thread is at a call, it does so after it.

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Final
 
 from compiler.contract.native_errors import NativeError, UnsupportedPlanError
+from compiler.contract.native_fork import finalize_here
 from compiler.contract.pager import C_PAGER
 from compiler.contract.plan_format import ABI_VERSION
 
@@ -223,7 +224,7 @@ class Workers:
                 break
             threads.append(thread)
         self._count, self._threads = len(threads), threads
-        self._dismiss = weakref.finalize(self, _dismiss, release, context, threads, held)
+        self._dismiss = finalize_here(self, _dismiss, release, context, threads, held)
 
     def __len__(self) -> int:
         """Return how many threads there are."""

@@ -8,6 +8,7 @@ present one. `PolicySeat` and `SteeringSeat` are such seats. Standard library on
 """
 
 import ctypes
+import os
 import threading
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -41,11 +42,18 @@ class SwapSeat(Generic[Record]):
             what: Name of the kind.
         """
         self._library, self._context, self._keeps, self._what = library, context, keeps, what
-        self._lock = threading.Lock()
+        self._mutex, self._pid = threading.Lock(), os.getpid()
         self._present: Record | None = None
         self._retired: list[Record] = []
         self._epoch = 0
         self._is_open = True
+
+    @property
+    def _lock(self) -> threading.Lock:
+        """Taken by every call. A fork takes one of its own: who held this one is not in it."""
+        if os.getpid() != self._pid:
+            self._mutex, self._pid = threading.Lock(), os.getpid()
+        return self._mutex
 
     def _functions(self) -> "tuple[ctypes._FuncPointer | None, ctypes._FuncPointer | None]":
         return (

@@ -13,7 +13,7 @@ not part them. Standard library only.
 
 import ctypes
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -134,21 +134,27 @@ class Trace:
             UnsupportedPlanError: The kernels were built before there were traces.
         """
         address = ctypes.addressof(self._record)
-        self._span = _moment(plan), _Moment(1, 1)
-        plan.set_trace(address)
-        try:
-            if self._pool is not None:
-                self._pool.trace(address)
-        except NativeError:
-            plan.set_trace(None)
-            raise
+        with plan.tracing() as write:
+            self._span = _moment(write), _Moment(1, 1)
+            write(address, self)
+            try:
+                if self._pool is not None:
+                    self._pool.trace(address)
+            except NativeError:
+                write(None, None)
+                raise
 
     def detach(self, plan: NativePlan) -> None:
-        """Have nobody write here any more."""
+        """Have nobody write here any more; waits for a run of another thread, which still does.
+
+        Raises:
+            NativeError: The plan was closed meanwhile, or this is called from within its run.
+        """
         if self._pool is not None:
             self._pool.trace(None)
-        plan.set_trace(None)
-        self._span = self._span[0], _moment(plan)
+        with plan.tracing(ends=True) as write:
+            write(None, None)
+            self._span = self._span[0], _moment(write)
 
     @property
     def lost(self) -> int:
@@ -198,7 +204,7 @@ class _Moment:
     ns: int
 
 
-def _moment(plan: NativePlan) -> _Moment:
+def _moment(write: Callable[[int | None, object], None]) -> _Moment:
     """Return the present moment, of which a trace that nobody writes to tells the ticks."""
     events = (SfEvent * 1)()
     address = ctypes.addressof(events)
@@ -206,9 +212,9 @@ def _moment(plan: NativePlan) -> _Moment:
     found: list[tuple[int, _Moment]] = []
     for _ in range(_TRIES):
         before = time.perf_counter_ns()
-        plan.set_trace(ctypes.addressof(record))
+        write(ctypes.addressof(record), (record, events))
         after = time.perf_counter_ns()
-        plan.set_trace(None)
+        write(None, None)
         moment = _Moment(int(record.started), (before + after) // 2)
         found.append((after - before, moment))
         if after - before < _CLOSE_NS:
@@ -218,7 +224,7 @@ def _moment(plan: NativePlan) -> _Moment:
 
 @contextmanager
 def traced(plan: NativePlan, slots: int = SLOTS) -> Iterator[Trace]:
-    """Trace the runs of the block; read the trace after it.
+    """Trace the runs of the block; read the trace after it. Its end waits for the run under way.
 
     Raises:
         NativeError: The plan is running, closed or traced already (the outer trace goes on), its

@@ -7,13 +7,13 @@ the budget holds for both together.
 """
 
 import ctypes
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from compiler.contract.expert_pool import ExpertFile, ExpertPool, ReadAhead
 from compiler.contract.native_abi import SfSection
 from compiler.contract.native_errors import NativeError, UnsupportedPlanError
+from compiler.contract.native_fork import finalize_here
 from compiler.contract.native_library import KernelLibrary
 from compiler.contract.native_memory import Memory
 from compiler.contract.native_weights import Buffer, SectionEntry, fill_table
@@ -179,7 +179,7 @@ class Seat:
         if attach(weights.pool.address, context, memory.address, need):
             raise NativeError("the pool has no seat left")
         held = (library, weights, keeps, memory)
-        self._leave = weakref.finalize(self, _leave, detach, context, held)
+        self._leave = finalize_here(self, _leave, detach, context, held)
 
     def is_resident(self, weight: int) -> bool:
         """Return whether a weight of the context's plan lies in memory now."""

@@ -1,7 +1,10 @@
 """Trace points: every call with name and times, every shared piece with its thread."""
 
+import gc
 import itertools
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from tests.factories.modules import small_decoder
 from tests.factories.pools import pooled
 from tests.factories.trace_files import read_chrome, read_perfetto
 from tests.factories.wide_calls import CASES, ROWS, inputs
-from tests.integration.test_native_pool import conversation, decoder, talk
+from tests.integration.test_native_pool import conversation, decoder, scheduled, talk
 from tests.integration.test_native_threads import load
 
 TARGETS = native_targets()
@@ -127,6 +130,108 @@ def test_a_second_trace_is_refused_and_the_first_loses_nothing() -> None:
     runs = [event.name for event in trace.events() if event.kind is Kind.RUN]
     assert runs == ["see", "step"] * 2
     assert [event.name for event in after.events() if event.kind is Kind.RUN] == ["see", "step"]
+
+
+def within_a_run(plan: NativePlan, act: Callable[[], object]) -> list[object]:
+    """Run a step in another thread; act while it is at a call. Return what the run gave."""
+    inside, goes_on, found = threading.Event(), threading.Event(), []
+
+    def wait(_event: object, _weight: int) -> bool:
+        inside.set()
+        return goes_on.wait(60)
+
+    plan.set_pager(wait)
+    thread = threading.Thread(target=lambda: found.append(talk(plan, [next(conversation())])))
+    thread.start()
+    assert inside.wait(60)
+    try:
+        act()
+    finally:
+        goes_on.set()
+        thread.join()
+    return found
+
+
+def test_the_end_of_a_trace_waits_for_the_run_of_another_thread() -> None:
+    case = Case.of(scheduled(decoder()))
+    with case.native(TARGETS[0]) as plan:
+        trace, ended = Trace(plan), []
+        trace.attach(plan)
+
+        def end() -> None:
+            trace.detach(plan)
+            ended.append(len(trace.events()))
+
+        ending = threading.Thread(target=end)
+
+        def begin_to_end() -> None:
+            ending.start()
+            ending.join(0.05)
+            assert ended == []
+
+        (made,) = within_a_run(plan, begin_to_end)
+        ending.join()
+        calls = len(plan.plan.programs[0].calls)
+        assert ended == [calls + 1]
+        plan.kv_length = 0
+        assert talk(plan, [next(conversation())]) == made
+        assert len(trace.events()) == calls + 1
+
+
+def test_a_trace_that_cannot_end_stays_in_memory() -> None:
+    case = Case.of(scheduled(decoder()))
+    with case.native(TARGETS[0]) as plan:
+        trace, told = Trace(plan), []
+        trace.attach(plan)
+        gone = weakref.ref(trace)
+
+        def end(_event: object, _weight: int) -> bool:
+            nonlocal trace
+            if not told:
+                with pytest.raises(NativeError, match="while the plan is running") as error:
+                    trace.detach(plan)
+                told.append(str(error.value))
+                del error, trace
+            return True
+
+        plan.set_pager(end)
+        talk(plan, [next(conversation())])
+        assert len(told) == 1
+        kept = gone()
+        assert kept is not None
+        kept.detach(plan)
+        assert [e.name for e in kept.events() if e.kind is Kind.RUN] == ["step"]
+        del kept
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_asks_a_plan_is_refused_while_another_thread_runs_it() -> None:
+    case = Case.of(scheduled(decoder()))
+    asks: list[Callable[[NativePlan], object]] = [
+        lambda plan: plan.kv_length,
+        lambda plan: setattr(plan, "kv_length", 0),
+        lambda plan: plan.check_counts("step"),
+        lambda plan: plan.work_counts("step"),
+        lambda plan: plan.set_pager(lambda *_: True),
+        lambda plan: plan.policy_cell("step", 0, 1),
+        lambda plan: plan.is_resident(0),
+    ]
+    with case.native(TARGETS[0]) as plan:
+
+        def ask_all() -> None:
+            for ask in asks:
+                with pytest.raises(NativeError, match="another thread"):
+                    ask(plan)
+
+        (made,) = within_a_run(plan, ask_all)
+        assert len(made) == 1
+        assert plan.kv_length == 5
+        (made,) = within_a_run(plan, plan.close)
+    for ask in asks[1:]:
+        with pytest.raises(NativeError, match="closed"):
+            ask(plan)
+    assert plan.kv_length == 0
 
 
 def test_older_kernels_say_that_they_have_none() -> None:
