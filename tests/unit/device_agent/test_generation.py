@@ -208,7 +208,6 @@ class TestRequests:
             ({"prompt": ["a"]}, "no token ids: 'str' object", "0 to 5"),
             ({"prompt": [1.5]}, "no token ids: 'float' object", "0 to 5"),
             ({"prompt": [None]}, "no token ids: 'NoneType' object", "0 to 5"),
-            ({"prompt": 3}, "no token ids: 'int' object", "0 to 5"),
             ({"prompt": [1, 10**5000]}, "token number 1 is outside", "0 to 5"),
             ({"prompt": "x" * 2_000_000}, f"^unknown word '{'x' * 64}...'$", "only its vocabulary"),
             ({"prompt": "no", "template": "y" * 2_000_000}, f"^no prompt '{'y' * 64}...'$", ""),
