@@ -41,6 +41,7 @@ from compiler.contract.pooled_weights import PooledWeights, Seat
 from compiler.contract.storage_rules import NEURON_KINDS
 
 _BUSY: Final = "the plan is closed, or already running in another thread"
+_BUSY_TRACE: Final = "a trace cannot change while the plan is running or closed"
 
 
 class NativePlan:
@@ -170,17 +171,14 @@ class NativePlan:
         """Hold the plan, and yield what has runs write events to an `SfTrace`; None for nowhere.
 
         It takes the record's address and who owns the memory, which is kept while runs may write
-        there. `compiler.contract.native_trace.traced` is what callers use.
-
-        Args:
-            ends: To end a trace: waits for the run of another thread.
+        there. To end a trace waits for the run of another thread. Callers use
+        `compiler.contract.native_trace.traced`.
 
         Raises:
             NativeError: The plan is closed, or running; or it begins and is traced already.
             UnsupportedPlanError: The kernels were built before there were traces.
         """
-        refusal = "a trace cannot change while the plan is running or closed"
-        with self._held(refusal, waits=ends) as library:
+        with self._held(_BUSY_TRACE, waits=ends) as library:
             if library.set_trace is None:
                 raise UnsupportedPlanError("these kernels have no trace points: build them again")
             if self._traced_by is not None and not ends:
@@ -227,8 +225,7 @@ class NativePlan:
         """Return the cell that the runtime looks up for a call in a run of `tokens`.
 
         Raises:
-            NativeError: There is no such call, the plan is closed or running, or the kernels are
-                too old.
+            NativeError: There is no such call, the plan is closed or running, or too old.
         """
         with self._held() as library:
             chosen = self._programs.get(program)
