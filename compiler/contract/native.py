@@ -344,8 +344,7 @@ class NativePlan:
         """Have the plan for one call, until `_give`.
 
         Raises:
-            NativeError: It is closed, or at a call: with `waits` one of this very thread, which
-                would wait for itself. Or this process is a fork; see the class.
+            NativeError: It is closed or, if one does not wait, at a call; or as a fork.
         """
         self._require_here()
         waits &= self._holder != threading.get_ident() and os.getpid() == self._pid
@@ -410,11 +409,10 @@ class NativePlan:
             if library.check_counts is None:
                 return {}
             counts, found = (ctypes.c_uint64 * 2)(), {}
+            address = ctypes.addressof(counts)
             for at, call in enumerate(self.plan.programs[chosen.number].calls):
                 if counted(call):
-                    status = library.check_counts(
-                        self._context, chosen.number, at, ctypes.addressof(counts)
-                    )
+                    status = library.check_counts(self._context, chosen.number, at, address)
                     if status:
                         raise_status(status, f"counts of program {program!r} call {at}")
                     found[at] = (int(counts[0]), int(counts[1]))
