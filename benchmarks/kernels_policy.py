@@ -38,7 +38,7 @@ START_BAR_MS: Final = 20.0
 LOOKUP_SOURCE: Final = """
 SF_EXPORT uint64_t sf_bench_lookup(void *context, uint64_t count) {
   const sf_context *ctx = context;
-  const sf_policy *policy = __atomic_load_n(&ctx->policy, __ATOMIC_ACQUIRE);
+  const sf_policy *policy = __atomic_load_n(&ctx->policy.next, __ATOMIC_ACQUIRE);
   uint64_t sum = 0;
   for (uint64_t i = 0, at = 0; i < count; i++, at = at + 1 == ctx->n_calls ? 0 : at + 1) {
     const uint32_t cell = sf_policy_cell(ctx, &ctx->calls[at], 1 + (uint32_t)(i & 15));
