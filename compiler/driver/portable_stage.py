@@ -40,7 +40,7 @@ from compiler.driver.sections import (
     sqnr_rows,
 )
 from compiler.driver.stages import ORIGINS, Portable, StageClock
-from compiler.driver.steering_stage import search_steering
+from compiler.driver.steering_stage import kept_points, search_steering
 from compiler.emitters.plan import EmittedPlan, emit_plan
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.kernels.program import Module
@@ -110,7 +110,7 @@ def make_portable(
         known = None if is_constant_time else record  # neither entropy nor memory may be told
         banded = band_module(directory, spec, learned.module, packed.packed, known, cache)
         made, parts, plan_facts = _planned(spec, banded, packed, record, is_constant_time, clock)
-        parts, routing = _with_routing(directory, parts, learned, known, cache, clock)
+        parts, routing = _with_routing(directory, parts, learned, known, cache, clock, base[0])
     facts = plan_facts | weight_facts | routing | _pass_facts(lowered, banded)
     return Portable(parts, made.planes, lowered.ir_text, facts, made.plan)
 
@@ -129,12 +129,14 @@ def _with_routing(
     record: CalibrationRecord | None,
     cache: StageCache,
     clock: StageClock,
+    base: Mapping[str, bytes],
 ) -> tuple[dict[str, bytes], dict[str, Json]]:
     """Return all sections with those about routers, and the facts of those."""
     sections = {**parts, **learned.sections}
     done = clock.within("plan")
     done(_EMITTED)
-    steering = search_steering(
+    kept = None if record is None else kept_points(sections, base)
+    steering = kept or search_steering(
         directory,
         sections,
         learned.module,

@@ -4,7 +4,9 @@
     margins, nothing pulled -> `always`: the fewest experts within the loss of entropy bands
     pulls at its margin     -> `pressed`: the fewest misses within twice that loss
 
-Replays are cheap and say what is saved; only running the plan says what answers are lost. Called
+Replays are cheap and say what is saved; only running the plan says what answers are lost. A version
+that changes a few experts of a base and nothing else keeps the base's coefficients, as it keeps the
+grids of its weights: the section stays the same bytes, and the report says so. Called
 after the plan was emitted. Where there are no cards, where routers do not choose by their logits,
 or where this machine cannot run the plan natively, there is no section and the report says why.
 """
@@ -19,12 +21,14 @@ from compiler.analysis.expert_cache import LeastStale
 from compiler.analysis.routing_replay import LayerTrace, replay
 from compiler.contract.bands import is_within, most_lost
 from compiler.contract.canonical import Json, canonical_bytes
+from compiler.contract.errors import ContractError
 from compiler.contract.plan import Plan, parse_plan
 from compiler.contract.router_stats import PER_MILLE
 from compiler.contract.steering_points import (
     SECTION,
     Point,
     SteeringPoints,
+    parse_steering_points,
 )
 from compiler.driver import steering_trial
 from compiler.driver.band_trial import MAX_LOSS
@@ -48,6 +52,9 @@ MARGINS: Final = (900, 800, 700)
 PULLS: Final = (50, 100, 150, 200, 300, 500, 1000)
 MOST_PROTECTED: Final = 2
 LEANS: Final = (500,)
+KEPT_SHARE: Final = 16
+"""A base's coefficients are kept while at most one in so many experts has changed."""
+_EXPERT: Final = "expert."
 MOST_JUDGED: Final = 3
 """Pulls that are judged, of those that the replays leave."""
 
@@ -102,6 +109,31 @@ def search_steering(
     pulls = judged_points(tried, trial.judge(tried), plain)
     found = chosen_points(plain, margins, always, pulls)
     return Searched({SECTION: found.to_bytes()}, {SECTION: asdict(found)})
+
+
+def kept_points(sections: Mapping[str, bytes], base: Mapping[str, bytes]) -> Searched | None:
+    """Return the base's coefficients, if all weights but a few experts are those of the base.
+
+    Args:
+        sections: The new plan and its weights.
+        base: Sections of an older bundle; empty without one.
+
+    Returns:
+        The section as it is, or None if it must be searched for.
+    """
+    if SECTION not in base:
+        return None
+    names = {section.name for section in parse_plan(sections["plan"]).sections}
+    changed = {name for name in names if sections[name] != base.get(name)}
+    experts = [name for name in names if name.startswith(_EXPERT)]
+    if not changed <= {*experts} or KEPT_SHARE * len(changed) > len(experts):
+        return None
+    try:
+        found = parse_steering_points(base[SECTION])
+    except ContractError:
+        return None
+    facts = {**asdict(found), "kept_from_base": len(changed)}
+    return Searched({SECTION: base[SECTION]}, {SECTION: facts})
 
 
 def judged_points(points: Sequence[Point], judged: Sequence[Judged], plain: Judged) -> list[Point]:

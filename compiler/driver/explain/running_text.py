@@ -232,6 +232,8 @@ def steering_lines(found: Mapping[str, Any] | None) -> Iterator[str]:
         f"calibration questions right and {found['misses']} experts loaded unsteered, with "
         f"{found['resident'] / 10:.0f} % of the experts in memory"
     )
+    if "kept_from_base" in found:
+        yield f"  judged on the base, from which {found['kept_from_base']} experts differ"
     uses = {found["pressed"]: "as memory gets short", found["always"]: "always"}
     rows = [
         (

@@ -1,17 +1,24 @@
 """Which coefficients are judged, and which of the judged ones a bundle carries."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from compiler.contract.steering_points import MILLI, Point, parse_steering_points
+import pytest
+
+from compiler.contract.steering_points import MILLI, SECTION, Point, parse_steering_points
+from compiler.driver import steering_stage
 from compiler.driver.steering_stage import (
     MOST_JUDGED,
     best_margin,
     candidate_pulls,
     chosen_points,
     judged_points,
+    kept_points,
     undominated,
 )
 from compiler.driver.steering_trial import Judged
+from tests.factories.kernels import Case
+from tests.factories.modules import small_decoder
 from tests.unit.compiler.analysis.test_routing_replay import trace
 
 ASKED = 1000
@@ -68,3 +75,26 @@ def test_points_that_another_beats_are_dropped() -> None:
     assert undominated({a: (1, 2), b: (2, 1), c: (2, 2)}) == [a, b]
     assert undominated({a: (1, 1), b: (1, 1)}) == [a, b]
     assert replace(a, worse=1) != a
+
+
+def test_a_few_changed_experts_keep_the_coefficients_of_the_base(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Case.of(small_decoder(3)).emitted
+    found = chosen_points(PLAIN, [NOTHING], NOTHING, [])
+    base = {**made.sections, "plan": made.plan_bytes, SECTION: found.to_bytes()}
+    experts = sorted(name for name in made.sections if name.startswith("expert."))
+    few, many = len(experts) // 2, len(experts) // 2 + 1
+    monkeypatch.setattr(steering_stage, "KEPT_SHARE", 2)
+
+    def changed(names: Iterable[str]) -> dict[str, bytes]:
+        return {**base, **{name: bytes(len(base[name])) for name in names}}
+
+    kept = kept_points(changed(experts[:few]), base)
+    assert kept is not None
+    assert kept.sections == {SECTION: base[SECTION]}
+    assert kept.facts[SECTION]["kept_from_base"] == few
+    assert kept_points(changed(experts[:many]), base) is None
+    assert kept_points(changed(["weights.shared"]), base) is None
+    assert kept_points(base, {**base, SECTION: b"{}"}) is None
+    assert kept_points(base, {}) is None
