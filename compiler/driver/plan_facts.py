@@ -12,6 +12,7 @@ from compiler.contract.expert_pages import PAGE_OPS
 from compiler.contract.manifest import Requirements
 from compiler.contract.plan import Plan
 from compiler.contract.plan_format import Kind
+from compiler.contract.steering_points import SECTION as STEERING
 from compiler.hardware.targets import Target
 from compiler.kernels.naming import kernel_name
 from compiler.kernels.registry import KERNELS
@@ -21,6 +22,7 @@ RUNTIME_BYTES: Final = 8 * 1024 * 1024
 """What loading a plan needs besides weights, arena and cache: huge-page rounding, context, code."""
 SLOTS: Final = 2
 """A device keeps the old bundle while it installs the new one."""
+_BASE_NAMES: Final = ("plan", STEERING)
 _WEIGHT_PREFIXES: Final = ("weights.", "expert.")
 
 
@@ -71,11 +73,11 @@ def explain_rows(plan: Plan, target: Target) -> list[Json]:
 
 
 def base_parts(sections: Mapping[str, bytes] | None) -> dict[str, bytes]:
-    """Return the sections that grids come from, which are the same for every target."""
+    """Return the sections that grids and steering come from, the same for every target."""
     return {
         name: data
         for name, data in (sections or {}).items()
-        if name == "plan" or name.startswith(_WEIGHT_PREFIXES)
+        if name in _BASE_NAMES or name.startswith(_WEIGHT_PREFIXES)
     }
 
 
