@@ -13,6 +13,7 @@ one again.
 
 import mmap
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -31,6 +32,7 @@ from compiler.emitters.bands import with_variants
 from compiler.emitters.plan import emit_plan
 from compiler.hardware.targets import find_target
 from compiler.kernels.program import Module, Weight
+from compiler.quant.w4 import PackedW4
 
 NARROW: Final = 32
 BLOCK: Final = 32
@@ -60,6 +62,11 @@ def write_plan(shape: Shape, target: str, step_tokens: int, folder: Path) -> Non
         for weight in module.weights
         if weight.kind == "w4"
     }
+    write_folder(module, packed, target, folder)
+
+
+def write_folder(module: Module, packed: Mapping[int, PackedW4], target: str, folder: Path) -> None:
+    """Write plan, kernels and sections of a module to a folder that is made here."""
     emitted = emit_plan(module, weights_packed=packed)
     folder.mkdir()
     (folder / PLAN).write_bytes(emitted.plan_bytes)

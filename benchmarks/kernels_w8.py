@@ -16,12 +16,12 @@ from typing import Final
 import numpy as np
 
 from benchmarks import peer_table
+from benchmarks.loaded_code import loaded_code
 from benchmarks.read_limit import Reader
 from benchmarks.runner import Claim, faster_claim
 from benchmarks.synthetic import CACHE, SECTION, load
 from compiler.contract.plan_format import Kind, weight_parts
 from compiler.emitters.plan import EmittedPlan, emit_plan
-from compiler.emitters.toolchain import compile_shared
 from compiler.hardware.targets import find_target
 from compiler.kernels.program import Buffer, Call, Module, Op, Program, Weight
 
@@ -81,10 +81,7 @@ def ours(target: str, emitted: EmittedPlan, rows: int, threads: int) -> Run:
 
 @cache
 def _multiply(target: str) -> Callable[[int], int]:
-    path = CACHE / "vnni-peak.so"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(compile_shared(PEAK_SOURCE, find_target(target), CACHE))
-    multiply = ctypes.CDLL(str(path)).multiply
+    multiply = loaded_code(PEAK_SOURCE, target, CACHE).multiply
     multiply.argtypes, multiply.restype = (ctypes.c_uint64,), ctypes.c_uint32
     return multiply
 

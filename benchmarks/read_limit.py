@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from benchmarks.loaded_code import loaded_code
 from compiler.contract.native_memory import Memory
-from compiler.emitters.toolchain import compile_shared
-from compiler.hardware.targets import find_target
 
 SOURCE = """
 #include <stdint.h>
@@ -40,10 +39,7 @@ class Reader:
         self._size = size
         self._memory = Memory(size)
         ctypes.memset(self._memory.address, 1, size)
-        path = cache / "read-limit.so"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(compile_shared(SOURCE, find_target(target_id), cache))
-        self._read = ctypes.CDLL(str(path)).read_bytes
+        self._read = loaded_code(SOURCE, target_id, cache).read_bytes
         self._read.argtypes, self._read.restype = (
             (ctypes.c_void_p, ctypes.c_uint64),
             ctypes.c_uint64,

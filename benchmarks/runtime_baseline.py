@@ -11,20 +11,18 @@ their values and rewrites them, which nobody but a benchmark may do.
 """
 
 import ctypes
-import hashlib
 import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from benchmarks.loaded_code import loaded_code
 from benchmarks.synthetic import CACHE
 from compiler.contract.native import NativePlan
 from compiler.contract.operations import ExpertEvent
 from compiler.contract.pager import C_PAGER
 from compiler.contract.steering import Residency
-from compiler.emitters.toolchain import compile_shared
-from compiler.hardware.targets import find_target
 
 EXPERT_SECTION: Final = "expert."
 POINTERS: Final = 3
@@ -140,12 +138,7 @@ class LruExperts:
             target: Whom the cache's code is for.
         """
         source = SOURCE.replace("USE_EVENT", str(int(ExpertEvent.USE)))
-        code = compile_shared(source, find_target(target), CACHE)
-        path = CACHE / f"lru-experts-{hashlib.sha256(code).hexdigest()[:16]}.so"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(code)
-        self._code = ctypes.CDLL(str(path))
+        self._code = loaded_code(source, target, CACHE)
         self._libc = ctypes.CDLL(None)
         self._plan = plan
         self._files: list[int] = []

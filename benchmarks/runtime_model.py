@@ -20,14 +20,11 @@ from typing import Final
 import numpy as np
 
 from benchmarks.decode_graph import Shape
-from benchmarks.decode_plan import KERNELS, PLAN, SECTIONS, lowered
+from benchmarks.decode_plan import lowered, write_folder
 from benchmarks.runtime_trace import Trace
-from benchmarks.synthetic import CACHE, random_w4
+from benchmarks.synthetic import random_w4
 from compiler.contract.bands import STEP
 from compiler.contract.operations import Op
-from compiler.emitters.backends import build_kernels
-from compiler.emitters.plan import emit_plan
-from compiler.hardware.targets import find_target
 from compiler.kernels.program import Call, Module, Weight
 from compiler.quant.w4 import GROUP, PANEL, PackedW4
 
@@ -80,13 +77,7 @@ def write_routed_plan(
     weights = tuple(
         replace(weight, array=arrays.get(weight.id, weight.array)) for weight in module.weights
     )
-    emitted = emit_plan(replace(module, weights=weights), weights_packed=packed)
-    folder.mkdir()
-    (folder / PLAN).write_bytes(emitted.plan_bytes)
-    (folder / KERNELS).write_bytes(build_kernels(find_target(target), tuple(module.ops), CACHE))
-    (folder / SECTIONS).mkdir()
-    for name, data in emitted.sections.items():
-        (folder / SECTIONS / name).write_bytes(data)
+    write_folder(replace(module, weights=weights), packed, target, folder)
 
 
 def _calls(module: Module) -> Iterator[Call]:

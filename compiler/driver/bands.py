@@ -29,7 +29,7 @@ from compiler.driver.band_trial import Trial, read_trial, top_k_of, trial_bytes,
 from compiler.driver.bundle_simulator import BundleSimulator
 from compiler.driver.cache import StageCache, cache_key, scratch_directory
 from compiler.driver.cards import read_cards
-from compiler.driver.kernel_stage import find_kernels, make_kernels
+from compiler.driver.kernel_stage import kernels_for
 from compiler.driver.native_check import host_target, run_child, write_sections
 from compiler.driver.provenance import (
     CALIBRATION,
@@ -200,7 +200,7 @@ def _trial(
         return read_trial(stored[TRIAL])
     host = host_target()
     if host is not None:
-        _, kernels = find_kernels(host, plan.ops, cache) or make_kernels(host, plan.ops, cache)
+        kernels = kernels_for(host, plan.ops, cache)
         data = _native_trial({**sections, "kernels": kernels}, directory)
     else:
         size = image_spec(spec)

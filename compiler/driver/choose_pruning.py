@@ -21,7 +21,7 @@ from compiler.contract.session import see
 from compiler.driver.cache import StageCache
 from compiler.driver.cards import Card, read_cards
 from compiler.driver.evaluate import answer_cards, score
-from compiler.driver.kernel_stage import find_kernels, make_kernels
+from compiler.driver.kernel_stage import kernels_for
 from compiler.driver.options import Progress, no_progress
 from compiler.driver.provenance import CALIBRATION
 from compiler.driver.sections import pipeline_section
@@ -109,8 +109,7 @@ class PrunablePlans:
         module, packed = self._module(rule)
         emitted = emit_plan(_with_rule(module, rule), weights_packed=packed.packed)
         plan = emitted.plan
-        found = find_kernels(self._target, plan.ops, self._cache)
-        _, kernels = found or make_kernels(self._target, plan.ops, self._cache)
+        kernels = kernels_for(self._target, plan.ops, self._cache)
         sections = {**emitted.sections, "plan": emitted.plan_bytes, "kernels": kernels}
         return pipeline_section(self._imported.spec, plan), sections
 

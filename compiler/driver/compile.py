@@ -22,7 +22,12 @@ from compiler.driver.cache import StageCache, cache_key, scratch_directory
 from compiler.driver.caveats import caveats_of
 from compiler.driver.explain.document import explain_document
 from compiler.driver.explain.picture import picture
-from compiler.driver.kernel_stage import KernelBuild, find_kernels, make_kernels, tool_cache
+from compiler.driver.kernel_stage import (
+    KernelBuild,
+    find_kernels,
+    kernels_for,
+    tool_cache,
+)
 from compiler.driver.native_check import (
     QEMU,
     Measured,
@@ -226,8 +231,7 @@ class _Compilation:
         host = host_target()
         if host is None:
             return None
-        found = find_kernels(host, plan.ops, self.cache)
-        return (found or make_kernels(host, plan.ops, self.cache))[1]
+        return kernels_for(host, plan.ops, self.cache)
 
     def check(self, sections: Mapping[str, bytes]) -> NativeCheck:
         """Return what running the shipped code gave: now, or earlier for the very same bytes."""

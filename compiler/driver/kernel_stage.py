@@ -84,6 +84,16 @@ def make_kernels(target: Target, ops: Iterable[Op], cache: StageCache) -> tuple[
     return source, library
 
 
+def kernels_for(target: Target, ops: Iterable[Op], cache: StageCache) -> bytes:
+    """Return the library that offers exactly `ops`, made now if it was not before.
+
+    Raises:
+        ToolchainError: The C compiler failed.
+    """
+    _, library = find_kernels(target, ops, cache) or make_kernels(target, ops, cache)
+    return library
+
+
 def tool_cache(cache: StageCache, scratch: Path) -> Path:
     """Return the folder of the C compiler's results: in the cache, or else in `scratch`."""
     return cache.directory / TOOLCHAIN if cache.directory else scratch

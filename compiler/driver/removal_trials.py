@@ -17,7 +17,7 @@ from compiler.driver.bundle_simulator import BundleSimulator
 from compiler.driver.cache import StageCache
 from compiler.driver.cards import Card
 from compiler.driver.evaluate import Outcome, answer_cards, score
-from compiler.driver.kernel_stage import find_kernels, make_kernels
+from compiler.driver.kernel_stage import kernels_for
 from compiler.driver.native_check import host_target
 from compiler.driver.routing import learn_routing
 from compiler.driver.sections import pipeline_section
@@ -91,8 +91,7 @@ class RemovalTrials:
         sections = {**emitted.sections, "plan": emitted.plan_bytes}
         if self.target is None:
             return answer_cards(BundleSimulator(sections), pipeline, cards)
-        found = find_kernels(self.target, plan.ops, self.cache)
-        _, kernels = found or make_kernels(self.target, plan.ops, self.cache)
+        kernels = kernels_for(self.target, plan.ops, self.cache)
         with NativePlan(kernels, emitted.plan_bytes, sections) as running:
             return answer_cards(running, pipeline, cards)
 

@@ -33,7 +33,7 @@ from compiler.contract.steering_points import (
 from compiler.driver import steering_trial
 from compiler.driver.band_trial import MAX_LOSS
 from compiler.driver.cache import StageCache, cache_key, scratch_directory
-from compiler.driver.kernel_stage import find_kernels, make_kernels
+from compiler.driver.kernel_stage import kernels_for
 from compiler.driver.native_check import host_target, run_child, write_sections
 from compiler.driver.provenance import calibration_digests, compiler_digest, section_digests
 from compiler.driver.steering_trial import Judged
@@ -257,8 +257,7 @@ class _Trial:
     def _run(self, asked: bytes) -> bytes:
         host = host_target()
         assert host is not None
-        found = find_kernels(host, self.plan.ops, self.cache)
-        _, kernels = found or make_kernels(host, self.plan.ops, self.cache)
+        kernels = kernels_for(host, self.plan.ops, self.cache)
         with scratch_directory() as folder:
             bundle, candidates = folder / "bundle", folder / "candidates.json"
             bundle.mkdir()

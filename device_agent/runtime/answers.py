@@ -23,6 +23,7 @@ from device_agent.runtime.energy import EnergyMeter, Work
 from device_agent.runtime.faults import AS_ASKED, FaultKind, Way, kind_of
 from device_agent.runtime.keeper import PolicyKeeper
 from device_agent.runtime.residency import Residency
+from device_agent.runtime.rungs import take_rung
 from device_agent.runtime.sentinel import SentinelRunner
 from device_agent.runtime.steering_keeper import SteeringKeeper
 from device_agent.runtime.work import WorkRunner
@@ -313,14 +314,7 @@ class BundleAnswerer:
     def _take_rung(self, way: Way) -> tuple[str, ...]:
         """Run the next answer on the present rung or by `way`; return why, if that changes it."""
         rung = Rung.NORMAL if self._degrade is None else self._degrade.rung()
-        if self._banded is not None:
-            self._banded.fewest = way.fewest or rung >= Rung.FEWER_EXPERTS
-        if isinstance(self._pager, Residency):
-            self._pager.look()
-        if self._steering is not None:
-            self._steering.answers(fewer=way.fewest or rung >= Rung.FEWER_EXPERTS)
-        if self._pager is not None:
-            self._pager.is_fetching_ahead = way.prefetch and rung < Rung.NO_PREFETCH
+        take_rung(rung, self._banded, self._pager, self._steering, way)
         return self._degrade.reasons() if self._degrade and rung.changes_answers else ()
 
     def _require_understood(self, question: Question) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from compiler.contract.bands import BandedRunner
-from compiler.contract.degrade import Rule, Rung
+from compiler.contract.degrade import Rule
 from compiler.contract.errors import ContractError
 from compiler.contract.pipeline import PREFIX, Pipeline, TokenSpec, shown
 from compiler.contract.pooled_weights import PooledWeights
@@ -50,6 +50,7 @@ from device_agent.runtime.generation import (
 )
 from device_agent.runtime.pictures import Picture, pixels_of
 from device_agent.runtime.residency import residency_of
+from device_agent.runtime.rungs import take_rung
 from device_agent.runtime.sampling import Chooser, chooser
 from device_agent.runtime.sentinel import SentinelRunner
 from device_agent.runtime.steering_keeper import SteeringKeeper, steering_keeper
@@ -234,13 +235,7 @@ class MoERuntime:
     def begin_answer(self) -> bool:
         """Take the rung of the next answer; return whether that changes answers."""
         rung = self._degrade.rung()
-        if self._banded is not None:
-            self._banded.fewest = rung >= Rung.FEWER_EXPERTS
-        if self._pager is not None:
-            self._pager.look()
-            self._pager.is_fetching_ahead = rung < Rung.NO_PREFETCH
-        if self._steering is not None:
-            self._steering.answers(fewer=rung >= Rung.FEWER_EXPERTS)
+        take_rung(rung, self._banded, self._pager, self._steering)
         return rung.changes_answers
 
     def end_answer(self, *, failed: bool, latency_ms: float | None) -> bool:

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 import numpy as np
 import pytest
@@ -297,17 +298,20 @@ def small_pool(layers: int, width: int, runs: int, groups: Sequence[int] = ()) -
     return pool
 
 
+AFTER: Final = (
+    [(5 * e + 3) % 8 for e in range(8)],
+    [(3 * e + 1) % 8 for e in range(8)],
+    [7 - e for e in range(8)],
+)
+"""Which of eight experts of the next layer follows each one."""
+
+
 def test_what_follows_is_learned_and_foreseen() -> None:
     """After a few passes every expert of the next layer is named before it is chosen."""
     pool = small_pool(4, 8, 16)
-    after = [
-        [(5 * e + 3) % 8 for e in range(8)],
-        [(3 * e + 1) % 8 for e in range(8)],
-        [7 - e for e in range(8)],
-    ]
-    replay(pool, 60, after, 8)
+    replay(pool, 60, AFTER, 8)
     before = pool.counts()
-    replay(pool, 24, after, 8)
+    replay(pool, 24, AFTER, 8)
     counts = pool.counts()
     assert counts["predicted"] - before["predicted"] == 4 * 24
     assert counts["chosen"] - before["chosen"] == 4 * 24
@@ -316,15 +320,10 @@ def test_what_follows_is_learned_and_foreseen() -> None:
 
 def test_an_expert_that_is_foreseen_is_read_ahead() -> None:
     pool = small_pool(4, 8, 16)
-    after = [
-        [(5 * e + 3) % 8 for e in range(8)],
-        [(3 * e + 1) % 8 for e in range(8)],
-        [7 - e for e in range(8)],
-    ]
-    replay(pool, 60, after, 8)
+    replay(pool, 60, AFTER, 8)
     reader = ReadAhead(pool)
     for _ in range(200):
-        replay(pool, 8, after, 8)
+        replay(pool, 8, AFTER, 8)
         if pool.counts()["hidden"] > 0:
             break
     reader.close()

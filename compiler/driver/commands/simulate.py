@@ -21,7 +21,7 @@ from compiler.driver.bundle_files import MANIFEST, read_bundle
 from compiler.driver.bundle_simulator import module_of
 from compiler.driver.cache import StageCache, write_atomic
 from compiler.driver.commands.base import Answer, Command, Console, require_writable
-from compiler.driver.kernel_stage import find_kernels, make_kernels
+from compiler.driver.kernel_stage import kernels_for
 from compiler.driver.limit_options import add_limit_options, limits_of
 from compiler.driver.lowering import lower_submission
 from compiler.driver.native_check import host_target, runs_here
@@ -213,7 +213,7 @@ def _native(model: _Model, cache_dir: Path | None) -> NativePlan:
         emitted = emit_plan(model.module, weights_packed=model.packed)
         sections = {**emitted.sections, "plan": emitted.plan_bytes}
     cache, ops = StageCache(cache_dir), parse_plan(sections["plan"]).ops
-    _, kernels = find_kernels(host, ops, cache) or make_kernels(host, ops, cache)
+    kernels = kernels_for(host, ops, cache)
     return NativePlan(kernels, sections["plan"], sections)
 
 
