@@ -19,6 +19,7 @@ import ctypes
 import hashlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from compiler.contract.pool_abi import (
 
 READ_AHEAD: Final = 4
 """Files that the system is told of while a pool is filled."""
+_GLANCE_SECONDS: Final = 0.0001
 _U32, _U64, _P = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 _CALLS: Final[Mapping[str, tuple[type, tuple[type, ...]]]] = {
     "open": (ctypes.c_int32, (_P, _P)),
@@ -358,7 +360,7 @@ class ReadAhead:
     """The thread that reads experts ahead. It holds the pool until it is sent home."""
 
     def __init__(self, pool: ExpertPool) -> None:
-        """Start it; without one every expert is read by the run that needs it."""
+        """Start it and see it at work; without one every expert is read by whoever needs it."""
         self._end: weakref.finalize[..., object] | None = None
         pool.dismiss(ends=False)
         thread = threading.Thread(target=pool.serve, name="sparsefleet-experts", daemon=True)
@@ -367,6 +369,8 @@ class ReadAhead:
         except RuntimeError:  # the system gives no thread; slower, not wrong
             return
         self._end = finalize_here(self, _end, pool, thread)
+        while thread.is_alive() and not pool.is_read_ahead:  # what is asked for earlier is not read
+            time.sleep(_GLANCE_SECONDS)
 
     def close(self) -> None:
         """Send the thread home and wait for it."""

@@ -354,7 +354,7 @@ def test_a_read_that_a_run_takes_over_says_so() -> None:
     case = Case.of(decoder())
     with pooled(case, TARGETS[-1], 0.25) as (plan, weights):
         pool = weights.pool
-        pool.set(PoolKnob.DELAY_US, 200_000)
+        pool.set(PoolKnob.DELAY_US, 300_000_000)
         states = enumerate(pool.states())
         absent = [
             n for n, state in states if state is ExpertState.ABSENT and not pool.files[n].layer
