@@ -9,9 +9,9 @@ from compiler.contract.operations import Op
 from compiler.emitters.runner import ScriptRun, build_runner, play
 from compiler.hardware.targets import find_target
 from compiler.kernels.registry import KERNELS
-from tests.factories.checked_kernels import PATH, compared, outcome
+from tests.factories.checked_kernels import PATH, compared, gcc, outcome
 from tests.factories.emulated import EMULATED, RUNS
-from tests.factories.kernels import CACHE, Case, native_targets
+from tests.factories.kernels import CACHE, PORTABLE, Case, native_targets
 from tests.factories.legal_calls import GENERATORS, draw
 
 FEW, MANY = 5, 60
@@ -29,6 +29,11 @@ def test_every_operation_is_drawn() -> None:
 def needs_gcc() -> None:
     if shutil.which("gcc", path=PATH) is None:
         pytest.skip("gcc is not installed: apt-get install gcc")
+
+
+def test_another_compiler_links_it_without_a_library() -> None:
+    needs_gcc()
+    assert gcc(PORTABLE)
 
 
 def test_the_best_build_and_the_portable_one_are_clean_under_sanitisers() -> None:
