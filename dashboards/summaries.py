@@ -18,6 +18,7 @@ MILLI: Final = 1000
 _PARTS: Final[tuple[tuple[str, str], ...]] = (
     ("expert.", "Experts, one section each"),
     ("weights.", "Weights that every input reads"),
+    ("adapter.", "Adapters, factors only"),
     ("kernels", "Native code"),
     ("selftest", "What a device checks itself with"),
     ("plan", "Plan: which call follows which"),

@@ -94,13 +94,14 @@ def _check(job: Mapping[str, Any], say: Say) -> None:
 def _base(
     manifest: ReleaseManifest, sections: Mapping[str, bytes]
 ) -> tuple[dict[str, bytes], dict[str, tuple[Plane, ...]]]:
-    """Keep what grids come from: plan and weights, which are the same for every target.
+    """Keep what grids and steering come from, which is the same for every target.
 
     So the stages before `kernels` are done once for all targets of a version.
     """
-    planes = _planes(manifest)
-    kept = {name for name, ranges in planes.items() if ranges or name == "plan"}
-    return {name: sections[name] for name in kept}, {name: planes[name] for name in kept}
+    from compiler.driver.plan_facts import base_parts
+
+    planes, kept = _planes(manifest), base_parts(sections)
+    return kept, {name: planes[name] for name in kept}
 
 
 def _delta(job: Mapping[str, Any], say: Say) -> None:

@@ -20,7 +20,7 @@ PLANE_KINDS: Final = tuple(ELEMENT_BYTES)
 MAX_SECTION_BYTES: Final = 1 << 34
 COMPONENT_PATTERN: Final = re.compile(
     r"plan|kernels|pipeline|selftest|router_stats|expert_groups|schedule|bands|policy|steering|weights\.shared"
-    r"|expert\.L(?:0|[1-9][0-9]{0,3})\.E(?:0|[1-9][0-9]{0,3})"
+    r"|adapter\.(?:0|[1-9][0-9]{0,3})|expert\.L(?:0|[1-9][0-9]{0,3})\.E(?:0|[1-9][0-9]{0,3})"
 )
 
 

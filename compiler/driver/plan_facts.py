@@ -23,7 +23,7 @@ RUNTIME_BYTES: Final = 8 * 1024 * 1024
 SLOTS: Final = 2
 """A device keeps the old bundle while it installs the new one."""
 _BASE_NAMES: Final = ("plan", STEERING)
-_WEIGHT_PREFIXES: Final = ("weights.", "expert.")
+_WEIGHT_PREFIXES: Final = ("weights.", "adapter.", "expert.")
 
 
 def requirements(plan: Plan, sections: Mapping[str, bytes]) -> Requirements:
