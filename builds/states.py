@@ -57,6 +57,7 @@ class DeltaState(StrEnum):
     """State of the delta between two bundles."""
 
     QUEUED = "queued"
+    DEFERRED = "deferred"  # the queue is full: it waits outside
     BUILDING = "building"
     READY = "ready"
     TOO_LARGE = "too_large"
@@ -66,6 +67,8 @@ class DeltaState(StrEnum):
 class DeltaEvent(StrEnum):
     """What can happen to a delta."""
 
+    DEFER = "defer"
+    ADMIT = "admit"
     START = "start"
     FINISH = "finish"
     EXCEED = "exceed"
@@ -118,6 +121,8 @@ BUILD_TRANSITIONS: Final[_BuildTable] = MappingProxyType({
 
 DELTA_TRANSITIONS: Final[_DeltaTable] = MappingProxyType({
     (_D.QUEUED,    _DE.START):         _D.BUILDING,
+    (_D.QUEUED,    _DE.DEFER):         _D.DEFERRED,
+    (_D.DEFERRED,  _DE.ADMIT):         _D.QUEUED,
     (_D.BUILDING,  _DE.FINISH):        _D.READY,
     (_D.BUILDING,  _DE.EXCEED):        _D.TOO_LARGE,
     (_D.BUILDING,  _DE.FAIL):          _D.FAILED,

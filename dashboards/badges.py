@@ -39,6 +39,7 @@ TONES: Final[Mapping[str, str]] = MappingProxyType(
             IDLE,
             *("queued", "pending", "draft", "submitted", "skipped", "superseded", "removed"),
             *("retired", "cancelled", "no_data", "inactive", "control", "none", "never"),
+            "deferred",
             "unverified",
         ),
         **_rows(
@@ -96,6 +97,7 @@ TITLES: Final[Mapping[str, str]] = MappingProxyType(
         "failed_user": "The submission is at fault; see the hint.",
         "failed_app": "The platform is at fault; the submission may be fine.",
         "too_large": "The delta would save too little: devices download the sections whole.",
+        "deferred": "The queue of deltas is full: it is built as soon as there is room.",
         "inconclusive": "The evidence does not yet speak for or against the version.",
         "no_data": "No telemetry has arrived: the stage is held, never promoted.",
         "unmeasured": "No cost model was fitted to this target: its bundles carry priors.",

@@ -243,6 +243,7 @@ class DeltaOut(Schema):
     base_manifest_sha256: str
     manifest_sha256: str
     state: DeltaState
+    is_urgent: bool
     sha256: str
     size_bytes: int
     full_bytes: int

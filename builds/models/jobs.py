@@ -129,11 +129,15 @@ class BundleSection(models.Model):
 
 
 class Delta(LeasedModel):
-    """How to make the sections of `new` from those of `base`; `sha256` is the blob to download."""
+    """How to make the sections of `new` from those of `base`; `sha256` is the blob to download.
+
+    `is_urgent`: devices of a rollout under way wait for it, so it is built before others.
+    """
 
     base = models.ForeignKey(Bundle, on_delete=models.PROTECT, related_name="deltas_from")
     new = models.ForeignKey(Bundle, on_delete=models.PROTECT, related_name="deltas_to")
     state = models.CharField(max_length=32, default=DeltaState.QUEUED.value, db_index=True)
+    is_urgent = models.BooleanField(default=False)
     sha256 = models.CharField(max_length=64, blank=True)
     size_bytes = models.BigIntegerField(default=0)
     bsdiff4_bytes = models.BigIntegerField(null=True, blank=True)

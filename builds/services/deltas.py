@@ -2,7 +2,10 @@
 
 `delta_request` is what the fleet calls for each pair that devices really need. A worker takes the
 lease, the codec runs in a process of its own, and a delta that would save too little is not kept:
-the device downloads whole sections then.
+the device downloads whole sections then. The way back is a pair of its own, asked for beside the
+way there.
+
+The queue is bounded (see `builds.services.delta_queue`): what does not fit is `deferred`.
 """
 
 from collections.abc import Mapping
@@ -17,12 +20,13 @@ from django.db.models import Q, QuerySet
 
 from builds.common.audit import audit
 from builds.common.clock import Clock, SystemClock
-from builds.common.enqueue import Task, enqueue
+from builds.common.enqueue import Task
 from builds.common.errors import InvalidInputError
 from builds.common.transitions import apply_transition
 from builds.errors import CompileFailure
 from builds.models import Bundle, Delta, DeltaTransition
 from builds.services.blobs import blob_keep
+from builds.services.delta_queue import delta_enter, deltas_admit
 from builds.services.jobs import CLEARED, backoff
 from builds.services.leases import lease_extend, lease_length, lease_require, rows_ring
 from builds.states import DELTA_TRANSITIONS, DeltaEvent, DeltaState
@@ -53,8 +57,17 @@ class DeltaOutput:
 
 
 @transaction.atomic
-def delta_request(base: Bundle, new: Bundle) -> Delta:
+def delta_request(base: Bundle, new: Bundle, *, is_urgent: bool = False) -> Delta:
     """Return the delta of this pair, queued now if there is none; a failed one is tried again.
+
+    Args:
+        base: What devices run.
+        new: What they shall run.
+        is_urgent: Devices wait for it: it comes before others, and is never less urgent than it
+            was.
+
+    Returns:
+        The delta. It is `deferred`, with a code and a hint, if the queue is full.
 
     Raises:
         InvalidInputError: The pair is not two versions of one model for one target.
@@ -62,7 +75,12 @@ def delta_request(base: Bundle, new: Bundle) -> Delta:
     same_line = base.version.model_id == new.version.model_id and base.target_id == new.target_id
     if base.pk == new.pk or not same_line:
         raise InvalidInputError("a delta leads between two versions of one model and target")
-    delta, created = Delta.objects.get_or_create(base=base, new=new)
+    delta, created = Delta.objects.get_or_create(
+        base=base, new=new, defaults={"is_urgent": is_urgent}
+    )
+    if is_urgent and not delta.is_urgent:
+        delta.is_urgent = True
+        delta.save(update_fields=["is_urgent"])
     if delta.state == DeltaState.FAILED.value:
         apply_transition(
             delta,
@@ -73,8 +91,8 @@ def delta_request(base: Bundle, new: Bundle) -> Delta:
             changes={"attempt": 0, "not_before": None, "rung_at": None, "error_code": ""},
         )
         created = True
-    if created:
-        enqueue(Task.DELTA_BUILD, delta_id=delta.pk)
+    if created or delta.state == DeltaState.DEFERRED.value:
+        delta_enter(delta)
     return delta
 
 
@@ -219,14 +237,15 @@ def deltas_ring(*, clock: Clock | None = None) -> list[int]:
 
 
 def deltas_ring_next(*, clock: Clock | None = None) -> None:
-    """Tell the queue about the one delta that waits longest, because a worker has become free."""
+    """Fill the queue, and tell it about the delta that is next: a worker has become free."""
+    deltas_admit()
     now = (clock or SystemClock()).now()
     rows_ring(_leasable(now)[:1], Task.DELTA_BUILD, "delta_id", now, is_patient=False)
 
 
 def _leasable(now: datetime) -> QuerySet[Delta]:
     due = Q(not_before=None) | Q(not_before__lte=now)
-    return Delta.objects.filter(due, state=DeltaState.QUEUED.value).order_by("pk")
+    return Delta.objects.filter(due, state=DeltaState.QUEUED.value).order_by("-is_urgent", "pk")
 
 
 def _held(delta: Delta) -> QuerySet[Delta]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from builds.common.clock import Clock, SystemClock
 from builds.common.idempotency import keys_forget
 from builds.errors import SigningKeysError
+from builds.services.delta_queue import deltas_admit
 from builds.services.deltas import delta_leases_expire, deltas_ring
 from builds.services.leases import jobs_ring, leases_expire
 from builds.services.signing import metadata_refresh
@@ -37,6 +38,7 @@ def everything_due(*, clock: Clock | None = None) -> Overdue:
         if renewed:
             logger.info("signed again: %s", ", ".join(renewed))
     keys_forget()
+    deltas_admit()
     return Overdue(
         build_id=_first(jobs_ring(clock=clock)),
         delta_id=_first(deltas_ring(clock=clock)),

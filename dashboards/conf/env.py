@@ -78,6 +78,9 @@ class Environment(BaseSettings):
     delta_max_ratio: float = Field(
         0.4, gt=0, le=1, description="A delta above this share of the full download is not offered."
     )
+    delta_queue_limit: int = Field(
+        256, ge=1, description="Deltas that may wait or be built; more wait outside the queue."
+    )
     metadata_bin_bits: int = Field(
         4, ge=1, le=14, description="Release manifests are spread over 2^bits metadata files."
     )

@@ -126,7 +126,7 @@ def _downloads(updates: Iterable[Update]) -> dict[int, Download]:
 
 def _delta_sha256(update: Update) -> str:
     delta = update.delta
-    if delta is None or delta.state != DeltaState.READY or update.kind != OfferKind.INSTALL:
+    if delta is None or delta.state != DeltaState.READY:
         return ""
     return delta.sha256
 

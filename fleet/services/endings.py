@@ -4,9 +4,10 @@ Withdrawing: what is not switched on yet is cancelled; offers vanish with the st
 which is committed first. What is being switched on is not cancelled (too late), it is sent back.
 
 The way back: every device that switched to the new bundle, or says that it runs it, gets an update
-of kind `rollback` to the bundle it ran when it was enrolled, which it still has. The rollout is
-`rolled_back` when all of them say that they run it again. A device whose report was late is found
-by what it runs, even after that.
+of kind `rollback` to the bundle it ran when it was enrolled. It is offered at once: a device still
+has that bundle and fetches nothing. One that lost it uses the delta of the way back if that is
+ready, and fetches whole sections if not. The rollout is `rolled_back` when all of them say that
+they run it again. A device whose report was late is found by what it runs, even after that.
 """
 
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from django.db.models import F, Q, QuerySet
 
 from builds.common.audit import audit
 from builds.common.transitions import apply_transition
+from builds.models import Delta
 from compiler.contract.protocol import OfferKind, UpdateState
 from fleet.models import (
     Rollout,
@@ -25,7 +27,7 @@ from fleet.models import (
     Update,
     UpdateTransition,
 )
-from fleet.services.stages import stage_move
+from fleet.services.stages import delta_back, stage_move
 from fleet.services.versions import fleet_atomic, fleet_version_bump
 from fleet.states import (
     CANCELLABLE_STATES,
@@ -134,6 +136,7 @@ def rollback_begin(
 def rollbacks_send(rollout: Rollout, *, now: datetime) -> int:
     """Queue the way back for every device that needs it and has none open; return how many."""
     sent = 0
+    backs: dict[tuple[int | None, int], Delta | None] = {}
     for install in affected_installs(rollout).exclude(
         Q(device__running_bundle=F("base_bundle")) & ~Q(state__in=_OPEN)
     ):
@@ -143,12 +146,16 @@ def rollbacks_send(rollout: Rollout, *, now: datetime) -> int:
         if install.base_bundle_id is None:
             continue
         _close_open(install, now)
+        pair = install.base_bundle_id, install.bundle_id
+        if pair not in backs:
+            backs[pair] = delta_back(install)
         Update.objects.create(
             device_id=install.device_id,
             rollout=rollout,
             stage_id=install.stage_id,
             bundle_id=install.base_bundle_id,
             base_bundle_id=install.bundle_id,
+            delta=backs[pair],
             kind=OfferKind.ROLLBACK.value,
             attempt=1 if back is None else back.attempt + 1,
             is_offerable=True,
@@ -168,7 +175,8 @@ def affected_installs(rollout: Rollout) -> QuerySet[Update]:
         Update.objects.filter(touched, rollout=rollout, kind=OfferKind.INSTALL.value)
         .exclude(base_bundle=None)
         .exclude(device_id__in=newer.values("device_id"))
-        .select_related("device")
+        .select_related("device", "base_bundle__version", "bundle__version")
+        .defer("base_bundle__manifest", "bundle__manifest")
         .order_by("pk")
     )
 

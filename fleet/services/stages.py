@@ -8,6 +8,7 @@ from django.db.models import Q
 
 from builds.common.transitions import apply_transition
 from builds.models import Bundle, Delta
+from builds.services.delta_queue import deltas_rank
 from builds.services.deltas import delta_request
 from builds.states import DELTA_FINAL
 from compiler.contract.protocol import OfferKind
@@ -30,6 +31,7 @@ from fleet.states import (
     STAGE_TRANSITIONS,
     UPDATE_TRANSITIONS,
     Arm,
+    RolloutState,
     StageEvent,
     StageState,
     UpdateEvent,
@@ -40,6 +42,7 @@ BATCH: Final = 5_000
 SYSTEM: Final = "system"
 _OPEN: Final = [state.value for state in OPEN_STATES]
 _FINAL: Final = [state.value for state in DELTA_FINAL]
+_UNDER_WAY: Final = (RolloutState.RUNNING.value, RolloutState.ROLLING_BACK.value)
 
 
 def stage_move(
@@ -76,13 +79,48 @@ def next_stage_open(rollout: Rollout, *, now: datetime) -> Stage | None:
 
 
 def deltas_request(members: Members) -> dict[tuple[int, int], Delta]:
-    """Ask for the deltas that the members need; (base, new) -> delta. Two queries per pair."""
+    """Ask for the deltas that the members need; (base, new) -> delta. Four queries per pair.
+
+    The ways back are asked for beside them, to be built when no device waits for a delta: whoever
+    has to go back and lost what it ran before needs one at once.
+    """
     pairs: dict[tuple[int, int], tuple[Bundle, Bundle]] = {}
     for member in members.by_id.values():
         base = member.device.running_bundle
         if base is not None and _has_delta(base, member.bundle):
             pairs[base.pk, member.bundle.pk] = (base, member.bundle)
-    return {key: delta_request(base, new) for key, (base, new) in pairs.items()}
+    there = {key: delta_request(*pair, is_urgent=True) for key, pair in pairs.items()}
+    for base, new in pairs.values():
+        delta_request(new, base)
+    return there
+
+
+def delta_back(install: Update) -> Delta | None:
+    """Return the delta for the way back of an install, asked for now if it never was.
+
+    Needs `base_bundle` and `bundle` joined with their versions; None if there is no such pair.
+    """
+    base, new = install.base_bundle, install.bundle
+    if base is None or not _has_delta(base, new):
+        return None
+    return delta_request(new, base, is_urgent=True)
+
+
+def deltas_prefer() -> None:
+    """Have those deltas built first that devices of rollouts under way wait for. Four queries."""
+    waiting = Update.objects.filter(
+        state__in=_OPEN, rollout__state__in=_UNDER_WAY, delta__isnull=False
+    )
+    deltas_rank(waiting.exclude(delta__state__in=_FINAL).values_list("delta_id", flat=True))
+
+
+def rollouts_waiting() -> Iterable[int]:
+    """Return succeeded rollouts with installs that still wait for their delta. One query."""
+    rows = Update.objects.filter(
+        kind=OfferKind.INSTALL.value, state=UpdateState.QUEUED.value, is_offerable=False
+    )
+    rows = rows.filter(rollout__state=RolloutState.SUCCEEDED.value)
+    return rows.order_by().values_list("rollout_id", flat=True).distinct()
 
 
 def offers_release(rollout: Rollout, *, wait_s: float, now: datetime) -> int:

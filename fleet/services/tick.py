@@ -24,7 +24,7 @@ from fleet.services.looks import open_stage, stage_look
 from fleet.services.plans import begin_if_wanted, bundles_check
 from fleet.services.rollouts import gate_of, locked
 from fleet.services.signatures import nonces_forget
-from fleet.services.stages import offers_release
+from fleet.services.stages import deltas_prefer, offers_release, rollouts_waiting
 from fleet.services.telemetry import batches_forget
 from fleet.services.versions import fleet_atomic
 from fleet.states import RolloutState
@@ -44,6 +44,7 @@ def fleet_tick(*, clock: Clock | None = None) -> int:
     pks = _due(now)
     for pk in pks:
         _isolated(f"rollout {pk}", partial(rollout_look, rollout_id=pk, clock=clock))
+    _isolated("deltas", deltas_prefer)
     _isolated("nonces", partial(nonces_forget, clock=clock))
     _isolated("batch keys", partial(batches_forget, before=now - KEEP_BATCH_KEYS))
     return len(pks)
@@ -80,7 +81,8 @@ def _due(now: datetime) -> list[int]:
     ended = Rollout.objects.filter(
         state__in=[state.value for state in _ENDED], finished_at__gte=now - RECENT
     )
-    return sorted({*active, *ended.values_list("pk", flat=True), *rolled_back_lately(now)})
+    recent = ended.values_list("pk", flat=True)
+    return sorted({*active, *recent, *rolled_back_lately(now), *rollouts_waiting()})
 
 
 def _prepare(rollout: Rollout, now: datetime) -> None:
@@ -102,6 +104,10 @@ def _drive(rollout: Rollout, now: datetime) -> None:
     stage_look(rollout, stage, spec, now=now)
 
 
+def _release(rollout: Rollout, now: datetime) -> None:
+    offers_release(rollout, wait_s=gate_of(rollout).delta_wait_s, now=now)
+
+
 def _return(rollout: Rollout, now: datetime) -> None:
     spec = gate_of(rollout)
     updates_time_out(rollout=rollout, timeout_s=spec.step_timeout_s, now=now)
@@ -121,9 +127,17 @@ _STEPS: Final[Mapping[RolloutState, Callable[[Rollout, datetime], None]]] = {
     RolloutState.READY: _prepare,
     RolloutState.RUNNING: _drive,
     RolloutState.PAUSED: _drive,
+    RolloutState.SUCCEEDED: _release,
     RolloutState.ROLLING_BACK: _return,
     RolloutState.ROLLED_BACK: _find_stragglers,
     RolloutState.STOPPED: _withdraw,
     RolloutState.FAILED: _withdraw,
 }
-_ENDED: Final = frozenset((RolloutState.ROLLED_BACK, RolloutState.STOPPED, RolloutState.FAILED))
+_ENDED: Final = frozenset(
+    (
+        RolloutState.SUCCEEDED,
+        RolloutState.ROLLED_BACK,
+        RolloutState.STOPPED,
+        RolloutState.FAILED,
+    )
+)

@@ -44,3 +44,13 @@ def test_it_takes_a_delta_only_where_it_saves_something(
     missing = {section.sha256 for section in bundle.sections} - present
     assert {section.sha256 for section in plan.missing} == missing
     assert (plan.delta is not None) == (base_here and size < plan.missing_bytes)
+
+
+def test_it_fetches_nothing_to_go_back_to_what_is_still_here() -> None:
+    plan = plan_fetch(manifest(b"a", b"b"), lambda *_: True, delta(1), base_here=True)
+    assert (plan.missing, plan.missing_bytes, plan.delta) == ((), 0, None)
+
+
+def test_it_goes_back_by_a_delta_to_what_is_gone() -> None:
+    plan = plan_fetch(manifest(b"a" * 100), lambda *_: False, delta(7), base_here=True)
+    assert plan.delta == delta(7)

@@ -61,7 +61,9 @@ def test_it_enrols_before_it_offers_and_both_in_one_transaction(fleet):
     assert all(update.base_bundle_id for update in updates)
     offered = {pk for pk, a in snapshot_build().answers.items() if b'"offer":{' in a.body}
     assert offered <= {row.device_id for row in treated}
-    assert Delta.objects.count() == 3  # of every target, not only of the first stage
+    assert (
+        Delta.objects.count() == 6
+    )  # of every target, there and back, not of the first stage only
     assert rollout.base_version.version == "1.0.0"
 
 
