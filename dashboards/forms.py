@@ -15,11 +15,14 @@ from django.db.models import QuerySet
 
 from builds.models import ModelVersion
 from builds.states import VersionState
+from compiler.contract.protocol import NetworkPolicy
 from fleet.cohorts import Goal
 from fleet.gates import PROFILES
 from fleet.models import Group
+from fleet.networks import DEFAULT_WAIT_S, MAX_WAIT_S
 from fleet.services.plans import RolloutRequest
 
+HOUR_S: Final = 3600.0
 MAX_STAGES: Final = 20
 MAX_STAGES_TEXT: Final = 400
 MAX_GROUP_NAME: Final = 64
@@ -68,6 +71,24 @@ class RolloutForm(forms.Form):
         initial=DEFAULT_STAGES,
         help_text="shares of the group or counts of devices, growing: 2 devices, 25 %, 100 %",
     )
+    network_policy = forms.ChoiceField(
+        label="On metered networks",
+        initial=NetworkPolicy.ANY.value,
+        required=False,
+        choices=[
+            (NetworkPolicy.ANY.value, "fetch as everywhere"),
+            (NetworkPolicy.DELTA_ONLY.value, "fetch deltas only"),
+            (NetworkPolicy.WAIT_UNMETERED.value, "wait for another network"),
+        ],
+        help_text="a device says in its settings whether its network is metered",
+    )
+    unmetered_wait_h = forms.FloatField(
+        label="Wait at most, hours",
+        required=False,
+        min_value=0,
+        max_value=MAX_WAIT_S / HOUR_S,
+        help_text="for another network; after that everything is fetched",
+    )
     profile = forms.ChoiceField(
         label="Profile",
         initial="default",
@@ -87,6 +108,8 @@ class RolloutForm(forms.Form):
         self._choice("version").queryset = _versions()
         self._choice("group").queryset = Group.objects.select_related("model").order_by("name")
         profile = PROFILES["default"]
+        hours = DEFAULT_WAIT_S / HOUR_S
+        self.fields["unmetered_wait_h"].widget.attrs["placeholder"] = f"{hours:g}"
         self.fields["alpha"].widget.attrs["placeholder"] = f"{1 / profile.alpha:g}"
         for field, (label, text) in GATE_NUMBERS.items():
             number = forms.FloatField(label=label, required=False, min_value=0, help_text=text)
@@ -98,7 +121,7 @@ class RolloutForm(forms.Form):
         """Return the fields in the groups in which they are shown."""
         rows = (
             ("What and who", "", ("version", "group", "name", "needs_approval")),
-            ("How", "", ("stages", "profile")),
+            ("How", "", ("stages", "profile", "network_policy", "unmetered_wait_h")),
             ("Gate", "Empty numbers are those of the profile.", ("alpha", *GATE_NUMBERS)),
         )
         return tuple(
@@ -132,7 +155,14 @@ class RolloutForm(forms.Form):
             gate=self.gate(),
             name=data["name"],
             needs_approval=data["needs_approval"],
+            network_policy=NetworkPolicy(data["network_policy"] or NetworkPolicy.ANY),
+            unmetered_wait_s=self.unmetered_wait_s(),
         )
+
+    def unmetered_wait_s(self) -> float:
+        """Return how long updates may wait for another network, seconds."""
+        hours = self.cleaned_data["unmetered_wait_h"]
+        return DEFAULT_WAIT_S if hours is None else float(hours) * HOUR_S
 
     def gate(self) -> dict[str, object]:
         """Return the gate as the service takes it: a profile and what differs from it."""

@@ -120,7 +120,10 @@ class Agent:
             self.ports.clock.monotonic,
         )
         machine = self._machine(verifier)
-        self.machine, self.loop = machine, UpdateLoop(machine, self.poller, self.api)
+        self.machine, self.loop = (
+            machine,
+            UpdateLoop(machine, self.poller, self.api, self.ports.clock),
+        )
         if self.slots.was_damaged:
             log.warning("the slot table is damaged; beginning without a bundle")
         error = self._start_current()

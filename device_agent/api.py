@@ -28,8 +28,19 @@ from compiler.contract.protocol import (
 )
 from compiler.contract.rules_order import PATH_RULES
 from device_agent.clock import Clock
-from device_agent.errors import CancelledError, ProtocolError, UnauthorizedError
-from device_agent.http import HttpClient, Response, StreamResponse, require_success
+from device_agent.errors import (
+    CancelledError,
+    PostponedError,
+    ProtocolError,
+    UnauthorizedError,
+)
+from device_agent.http import (
+    HttpClient,
+    Response,
+    StreamResponse,
+    problem_text,
+    require_success,
+)
 from device_agent.identity import DeviceKey
 
 RUNNING_HEADER: Final = "Sparsefleet-Running"
@@ -133,14 +144,22 @@ class DeviceApi:
         self._etag = response.headers.get("ETag", "")
         return self._answer
 
-    def assignment(self, update_id: int, nonce: str) -> bytes:
+    def assignment(self, update_id: int, nonce: str, network: str) -> bytes:
         """Return the director's assignment for an update, unverified.
+
+        Args:
+            update_id: The update.
+            nonce: Made for this question.
+            network: What this device knows of its network, a `Network`.
 
         Raises:
             CancelledError: The update may no longer proceed.
+            PostponedError: It has to wait, on this network or for now.
         """
-        path = f"/d/v1/updates/{update_id}/assignment?nonce={nonce}"
+        path = f"/d/v1/updates/{update_id}/assignment?nonce={nonce}&network={network}"
         response = self._authorized("GET", path, {})
+        if response.status == HTTPStatus.TOO_EARLY:
+            raise PostponedError(problem_text(response) or "the server wants the update later")
         return require_success(response, path.partition("?")[0], gone=CancelledError).body
 
     def rules(self, nonce: str) -> bytes | None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from compiler.contract.manifest import NAME_PATTERN
+from compiler.contract.protocol import Network
 from device_agent.errors import ConfigurationError
 from device_agent.runtime.affinity import AUTO, require_cpus
 from device_agent.runtime.energy import configured
@@ -36,6 +37,8 @@ class AgentConfig:
         name: What people call it; the serial when empty.
         model: Model that the device runs.
         device_class: Declared class: `phone`, `pc`, `car` ...
+        network: What is known of the network that updates come over: `metered`, `unmetered` or
+            `unknown`, which is taken as not metered. Rollouts may make metered devices wait.
         isa_limit: Highest ISA level that the probe may report; empty for all there is.
         image_root, director_root: Files with pinned roots of trust; when given, enrolment must
             hand out exactly these.
@@ -88,6 +91,7 @@ class AgentConfig:
     name: str = ""
     model: str = ""
     device_class: str = "pc"
+    network: str = Network.UNKNOWN.value
     isa_limit: str = ""
     image_root: str = ""
     director_root: str = ""
@@ -252,7 +256,11 @@ def _require_energy_model(config: AgentConfig) -> None:
         raise ConfigurationError(f"energy_model: {error}") from error
 
 
-_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {"isa_limit": ISA_LEVELS, "steering": STEERING}
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "isa_limit": ISA_LEVELS,
+    "network": tuple(item.value for item in Network),
+    "steering": STEERING,
+}
 _NOT_NEGATIVE: Final = (
     "poll_s",
     "questions_per_s",

@@ -162,6 +162,19 @@ class WrongContentError(AgentError):
     code: ClassVar[str] = "agent.wrong_content"
 
 
+class PostponedError(AgentError):
+    """The server wants the update later, or on another network; nothing of it was begun."""
+
+    code: ClassVar[str] = "agent.postponed"
+
+
+class MeteredError(AgentError):
+    """Whole sections are needed and may not be fetched over a metered network: given up."""
+
+    code: ClassVar[str] = "agent.metered"
+    ends_as: ClassVar[UpdateState] = UpdateState.CANCELLED
+
+
 class CancelledError(AgentError):
     """The server withdrew the update; nothing of it was activated."""
 

@@ -302,6 +302,11 @@ def _read_problem(response: httpx.Response) -> Response:
     return Response(response.status_code, response.headers, bytes(body[:MAX_PROBLEM_BYTES]))
 
 
+def problem_text(response: Response) -> str:
+    """Return what a problem document says, empty where it is none."""
+    return _problem(response)[0]
+
+
 def _problem(response: Response) -> tuple[str, str, str]:
     """Return (detail, code, hint) of a problem document, empty where it is none."""
     try:

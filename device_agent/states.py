@@ -34,6 +34,7 @@ class Event(StrEnum):
     OFFER = "offer"
     VERIFIED = "verified"
     ALREADY_RUNNING = "already_running"
+    POSTPONED = "postponed"
     DOWNLOADED = "downloaded"
     APPLIED = "applied"
     DELTA_UNUSABLE = "delta_unusable"
@@ -53,6 +54,7 @@ TRANSITIONS: Final[Mapping[tuple[State, Event], State]] = MappingProxyType({
     (_S.IDLE,         _E.OFFER):           _S.VERIFYING,
     (_S.VERIFYING,    _E.VERIFIED):        _S.DOWNLOADING,
     (_S.VERIFYING,    _E.ALREADY_RUNNING): _S.COMMITTING,
+    (_S.VERIFYING,    _E.POSTPONED):       _S.IDLE,  # nothing was begun; asked for again later
     (_S.VERIFYING,    _E.ERROR):           _S.CLEANING,
     (_S.DOWNLOADING,  _E.DOWNLOADED):      _S.APPLYING,
     (_S.DOWNLOADING,  _E.ERROR):           _S.CLEANING,

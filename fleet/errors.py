@@ -57,6 +57,14 @@ class UpdateCancelledError(ApplicationError):
     status: ClassVar[HTTPStatus] = HTTPStatus.GONE
 
 
+class UpdateWaitsError(ApplicationError):
+    """The update is still wanted and has to wait for another network: ask again later."""
+
+    code: ClassVar[str] = "fleet.update_waits"
+    status: ClassVar[HTTPStatus] = HTTPStatus.TOO_EARLY
+    retryable: ClassVar[bool] = True
+
+
 class ReportContradictsError(InvalidInputError):
     """The report says two things that cannot both be true."""
 

@@ -48,7 +48,7 @@ from builds.services.metadata_files import (
 from builds.states import DeltaState
 from compiler.contract.canonical import sha256_hex
 from compiler.contract.manifest import target_path
-from compiler.contract.protocol import Assignment, DeltaOffer, OfferKind
+from compiler.contract.protocol import Assignment, DeltaOffer, NetworkPolicy, OfferKind
 from compiler.contract.rules_order import RULES_PATH, RulesOrder
 
 logger = logging.getLogger(__name__)
@@ -169,6 +169,7 @@ def assignment_sign(
     bundle: Bundle,
     delta: Delta | None,
     security_floor: int,
+    network_policy: NetworkPolicy = NetworkPolicy.ANY,
     clock: Clock | None = None,
 ) -> bytes:
     """Return a director document that assigns `bundle` to one device, and to nobody else.
@@ -182,6 +183,7 @@ def assignment_sign(
         bundle: What the device shall run; always the full desired state.
         delta: How to get there from the bundle the device runs; only a ready one is named.
         security_floor: Least security epoch that the device may run from now on.
+        network_policy: What it may fetch on a metered network.
         clock: The time of signing; this machine's by default.
 
     Returns:
@@ -199,6 +201,7 @@ def assignment_sign(
         nonce=nonce,
         kind=kind,
         security_floor=security_floor,
+        network_policy=network_policy,
         delta=_delta_offer(bundle, delta),
     )
     path = bundle_path(bundle)

@@ -6,8 +6,8 @@ Chain of one update, device on the left:
     POST token          signed by the device key              -> session token (HMAC, short-lived)
     GET  poll           session token, `If-None-Match`        -> 304, or an offer with the time of
     the next poll
-    GET  updates/<id>/assignment?nonce=                       -> director assignment (TUF targets
-    document) that echoes the nonce
+    GET  updates/<id>/assignment?nonce=&network=              -> director assignment (TUF targets
+    document) that echoes the nonce; 425 while the update has to wait for another network
     GET  /tuf/...                                             -> update metadata, release manifest
     GET  blobs/<sha256>?update=<id>                           -> bytes (Range, If-Range); 410 once
     the update may no longer proceed
@@ -97,6 +97,22 @@ class OfferKind(StrEnum):
 
     INSTALL = "install"
     ROLLBACK = "rollback"  # go back to the bundle named, whose sections the device already has
+
+
+class Network(StrEnum):
+    """What a device says about the network it is on."""
+
+    UNKNOWN = "unknown"  # treated as not metered
+    UNMETERED = "unmetered"
+    METERED = "metered"
+
+
+class NetworkPolicy(StrEnum):
+    """What a rollout lets devices on metered networks fetch; for others it changes nothing."""
+
+    ANY = "any"
+    DELTA_ONLY = "delta_only"  # a delta, never whole sections
+    WAIT_UNMETERED = "wait_unmetered"  # nothing, until the rollout's deadline has passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +275,10 @@ class DeltaOffer:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The `custom` part of a director's targets document: the whole state a device shall have."""
+    """The `custom` part of a director's targets document: the whole state a device shall have.
+
+    `network_policy` is said only if it is not `any`.
+    """
 
     device_id: str
     key_thumbprint: str
@@ -268,6 +287,7 @@ class Assignment:
     kind: OfferKind
     security_floor: int
     delta: DeltaOffer | None
+    network_policy: NetworkPolicy = NetworkPolicy.ANY
 
     def to_json(self) -> dict[str, Json]:
         """Return the JSON form stored as `custom` of the one target."""
@@ -278,6 +298,7 @@ class Assignment:
                 "sha256": self.delta.sha256,
                 "size_bytes": self.delta.size_bytes,
             }
+        bound = self.network_policy is not NetworkPolicy.ANY
         return {
             "schema": ASSIGNMENT_SCHEMA,
             "device_id": self.device_id,
@@ -287,6 +308,7 @@ class Assignment:
             "kind": self.kind.value,
             "security_floor": self.security_floor,
             "delta": delta,
+            **({"network_policy": self.network_policy.value} if bound else {}),
         }
 
 
@@ -301,6 +323,9 @@ def assignment_from_json(document: Mapping[str, Json]) -> Assignment:
     delta = document.get("delta")
     if delta is not None and not isinstance(delta, Mapping):
         raise ContractError("delta must be an object or null")
+    policy = document.get("network_policy", NetworkPolicy.ANY.value)
+    if policy not in {item.value for item in NetworkPolicy}:
+        raise ContractError(f"unknown network policy {policy!r}")
     return Assignment(
         device_id=text(document, "device_id"),
         key_thumbprint=require_sha256(document.get("key_thumbprint"), "key_thumbprint"),
@@ -309,6 +334,7 @@ def assignment_from_json(document: Mapping[str, Json]) -> Assignment:
         kind=OfferKind(text(document, "kind")),
         security_floor=integer(document, "security_floor"),
         delta=None if delta is None else _delta_offer(delta),
+        network_policy=NetworkPolicy(str(policy)),
     )
 
 

@@ -5,7 +5,15 @@ from dataclasses import dataclass, replace
 
 from compiler.contract.canonical import Json, require_sha256
 from compiler.contract.errors import ContractError
-from compiler.contract.protocol import DeltaOffer, Offer, OfferKind, UpdateState, integer, text
+from compiler.contract.protocol import (
+    DeltaOffer,
+    NetworkPolicy,
+    Offer,
+    OfferKind,
+    UpdateState,
+    integer,
+    text,
+)
 from device_agent.errors import AgentError
 
 
@@ -17,6 +25,7 @@ class UpdateContext:
         manifest_size: Bytes of the release manifest; 0 until it was verified.
         assignment_seq: Of the verified assignment.
         security_floor: That the assignment demands.
+        network_policy: What the assignment lets this device fetch on a metered network.
         base_sha256: Manifest that the delta starts from, empty without a delta.
         delta: Signed offer of a delta; None when there is none or it proved useless.
         needed_bytes: Section bytes that were missing when the download began.
@@ -35,6 +44,7 @@ class UpdateContext:
     manifest_size: int = 0
     assignment_seq: int = 0
     security_floor: int = 0
+    network_policy: NetworkPolicy = NetworkPolicy.ANY
     base_sha256: str = ""
     delta: DeltaOffer | None = None
     needed_bytes: int = 0
@@ -76,6 +86,7 @@ class UpdateContext:
         document: dict[str, Json] = {name: getattr(self, name) for name in _PLAIN}
         delta = self.delta
         document["kind"] = self.kind.value
+        document["network_policy"] = self.network_policy.value
         document["outcome"] = None if self.outcome is None else self.outcome.value
         document["delta"] = (
             None
@@ -125,6 +136,7 @@ def context_from_json(document: Mapping[str, Json]) -> UpdateContext:
     try:
         return UpdateContext(
             kind=OfferKind(text(document, "kind")),
+            network_policy=NetworkPolicy(str(document.get("network_policy", "any"))),
             delta=_delta(delta) if isinstance(delta, Mapping) else None,
             outcome=None if outcome is None else UpdateState(str(outcome)),
             **numbers,  # type: ignore[arg-type]

@@ -5,9 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from compiler.contract.manifest import ReleaseManifest
+from compiler.contract.protocol import Network, NetworkPolicy
 from device_agent.clock import Clock
 from device_agent.config import AgentConfig
-from device_agent.errors import BundleError, DeltaUnusableError, DiskFullError
+from device_agent.errors import (
+    BundleError,
+    DeltaUnusableError,
+    DiskFullError,
+    MeteredError,
+    PostponedError,
+)
 from device_agent.http import RetryPolicy, with_retries
 from device_agent.machine import StepResult
 from device_agent.runtime.bundle import read_manifest
@@ -18,7 +25,7 @@ from device_agent.storage.slots import Pointer, Slots
 from device_agent.update.apply import apply_offer
 from device_agent.update.context import UpdateContext
 from device_agent.update.fetch import Fetcher
-from device_agent.update.plan import FetchPlan, plan_fetch
+from device_agent.update.plan import FetchPlan, may_fetch, plan_fetch
 from device_agent.update.verify import VerifiedRelease, Verifier
 
 MAX_REPAIRS: Final = 2
@@ -50,12 +57,15 @@ class InstallSteps:
             config.retry_most_s,
             min(config.update_deadline_s, VERIFY_REQUESTS * config.request_deadline_s),
         )
-        release = with_retries(
-            lambda: self.verifier.verify(context),
-            policy,
-            self.clock,
-            before_wait=lambda _error: self.require_wanted(context),
-        )
+        try:
+            release = with_retries(
+                lambda: self.verifier.verify(context),
+                policy,
+                self.clock,
+                before_wait=lambda _error: self.require_wanted(context),
+            )
+        except PostponedError as error:
+            return StepResult(Event.POSTPONED, replace(context, message=str(error)))
         self.store.put(release.manifest_bytes, release.directive.sha256)
         self.store.sync()
         verified = self._planned(context, release)
@@ -133,9 +143,11 @@ class InstallSteps:
             self.store.has(section.sha256, section.size_bytes) for section in base.sections
         )
         plan = plan_fetch(release.manifest, self.store.has, delta, base_here=base_here)
+        self._require_allowed(plan, assignment.network_policy)
         self._require_room(plan, release.manifest)
         return replace(
             context,
+            network_policy=assignment.network_policy,
             version=release.manifest.version,
             manifest_size=len(release.manifest_bytes),
             assignment_seq=assignment.assignment_seq,
@@ -144,6 +156,18 @@ class InstallSteps:
             base_sha256="" if plan.delta is None else plan.delta.base_manifest_sha256,
             needed_bytes=plan.missing_bytes,
         )
+
+    def _require_allowed(self, plan: FetchPlan, policy: NetworkPolicy) -> None:
+        """Check that the network may carry the plan.
+
+        Raises:
+            MeteredError: It needs whole sections, and only deltas may be fetched here.
+        """
+        if not may_fetch(plan, policy, Network(self.config.network)):
+            raise MeteredError(
+                f"{plan.missing_bytes} bytes of whole sections are needed, and over a metered "
+                f"network the rollout says {policy.value}"
+            )
 
     def _require_room(self, plan: FetchPlan, manifest: ReleaseManifest) -> None:
         if not plan.missing:
@@ -161,6 +185,7 @@ class InstallSteps:
     ) -> UpdateContext:
         """Return the context in which the missing sections are fetched whole."""
         plan = plan_fetch(manifest, self.store.has, None, base_here=False)
+        self._require_allowed(plan, context.network_policy)
         return replace(
             context,
             delta=None,

@@ -20,6 +20,7 @@ log = logging.getLogger("device_agent.update")
 POLL_JITTER: Final = 0.1
 PROBATION_TURN_S: Final = 0.25
 RETRY_TURN_S: Final = 2.0
+POSTPONED_S: Final = 300.0  # between two questions for an update that has to wait
 
 
 class Poller:
@@ -54,11 +55,15 @@ class Poller:
 class UpdateLoop:
     """Drives the machine; belongs to one thread."""
 
-    def __init__(self, machine: UpdateMachine, poller: Poller, api: DeviceApi) -> None:
+    def __init__(
+        self, machine: UpdateMachine, poller: Poller, api: DeviceApi, clock: Clock
+    ) -> None:
         self._machine = machine
         self._poller = poller
         self._watch = poller.watch
         self._api = api
+        self._clock = clock
+        self._asks_again_at = 0.0
         self._failed_polls = 0
         self._problem = ""
 
@@ -102,10 +107,11 @@ class UpdateLoop:
         if machine.state is State.PROBATION:
             if not same:
                 machine.fail(SupersededError("the server offers something else now"))
-        elif same:
+        elif same and machine.context is not None and machine.context.outcome is not None:
             machine.repeat_outcome()
-        else:
+        elif not same or self._clock.monotonic() >= self._asks_again_at:
             log.info("update %d: offered %s %s", offer.update_id, offer.kind.value, offer.version)
+            self._asks_again_at = self._clock.monotonic() + POSTPONED_S
             machine.start(offer)
 
     def _flush_reports(self) -> None:

@@ -1,13 +1,13 @@
 """What has to be fetched for a bundle: nothing that is here, a delta if it is smaller, the rest.
 
-Pure.
+On a metered network whose policy allows deltas only, the rest is not fetched. Pure.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from compiler.contract.manifest import ReleaseManifest, Section
-from compiler.contract.protocol import DeltaOffer
+from compiler.contract.protocol import DeltaOffer, Network, NetworkPolicy
 
 Present = Callable[[str, int], bool]
 
@@ -28,6 +28,12 @@ class FetchPlan:
     def missing_bytes(self) -> int:
         """Return the size of the missing sections."""
         return sum(section.size_bytes for section in self.missing)
+
+
+def may_fetch(plan: FetchPlan, policy: NetworkPolicy, network: Network) -> bool:
+    """Return whether a plan may be carried out over a network, whatever it costs elsewhere."""
+    is_bound = network is Network.METERED and policy is not NetworkPolicy.ANY
+    return not is_bound or plan.delta is not None or not plan.missing
 
 
 def plan_fetch(

@@ -165,7 +165,7 @@ class Verifier:
 
     def _directive(self, context: UpdateContext, floors: Floors) -> Directive:
         nonce = secrets.token_hex(NONCE_BYTES)
-        data = self._api.assignment(context.update_id, nonce)
+        data = self._api.assignment(context.update_id, nonce, self._config.network)
         directive = verify_assignment(
             data,
             self._trust.root(DIRECTOR_ROOT),

@@ -24,7 +24,7 @@ from builds.services.signing import trust_anchors
 from compiler.contract.canonical import Json, canonical_bytes, parse_object
 from compiler.contract.errors import ContractError
 from compiler.contract.fingerprint import fingerprint_from_json
-from compiler.contract.protocol import MAX_DOCUMENT_BYTES, PATH_TUF, parse_report, text
+from compiler.contract.protocol import MAX_DOCUMENT_BYTES, PATH_TUF, Network, parse_report, text
 from compiler.contract.telemetry import MAX_BATCH_BYTES, parse_batch
 from fleet.common.tokens import bearer, check, token_key
 from fleet.errors import DeviceStateError, DeviceUnauthorizedError, MethodNotAllowedError
@@ -118,7 +118,10 @@ def token(request: HttpRequest) -> HttpResponse:
 def assignment(request: HttpRequest, update_id: int) -> HttpResponse:
     device = _device(request)
     data = update_assignment(
-        device_pk=device.pk, update_id=update_id, nonce=request.GET.get("nonce", "")
+        device_pk=device.pk,
+        update_id=update_id,
+        nonce=request.GET.get("nonce", ""),
+        network=request.GET.get("network", Network.UNKNOWN.value),
     )
     return HttpResponse(data, content_type=JSON, headers={"Cache-Control": "no-store"})
 

@@ -95,6 +95,8 @@ def rollout_post(request: HttpRequest, body: RolloutIn) -> HttpResponse:
         gate=body.gate,
         name=body.name,
         needs_approval=body.needs_approval,
+        network_policy=body.network_policy,
+        unmetered_wait_s=body.unmetered_wait_s,
     )
 
     def answer() -> HttpResponse:

@@ -8,9 +8,10 @@ from ninja import Field, Schema
 
 from builds.apis.schemas import Asked
 from compiler.contract.canonical import parse_object
-from compiler.contract.protocol import OfferKind
+from compiler.contract.protocol import Network, NetworkPolicy, OfferKind
 from fleet.gates import PROFILES
 from fleet.models import ClaimToken, DegradeRules, Device, GateLook, Group, Rollout, Stage, Update
+from fleet.networks import DEFAULT_WAIT_S, MAX_WAIT_S
 from fleet.selectors.listing import (
     RolloutCounts,
     answers_summary,
@@ -91,6 +92,7 @@ class DeviceOut(Schema):
     state: DeviceState
     target: str
     device_class: str
+    network: Network
     tags: list[str]
     model: str | None
     running_version: str | None
@@ -127,6 +129,7 @@ class UpdateOut(Schema):
     version: str
     state: UpdateState
     attempt: int
+    waits_for: str = Field(..., description="Why the device was told to wait; empty if it was not.")
     used_delta: bool
     downloaded_bytes: int
     code: str
@@ -241,6 +244,15 @@ class RolloutIn(Asked):
     )
     name: str = Field("", max_length=100)
     needs_approval: bool = False
+    network_policy: NetworkPolicy = Field(
+        NetworkPolicy.ANY, description="What devices on metered networks may fetch."
+    )
+    unmetered_wait_s: float = Field(
+        DEFAULT_WAIT_S,
+        ge=0,
+        le=MAX_WAIT_S,
+        description="How long `wait_unmetered` may keep an update waiting, seconds.",
+    )
 
 
 class StageOut(Schema):
@@ -265,6 +277,8 @@ class RolloutOut(Schema):
     state: RolloutState
     is_first_install: bool
     needs_approval: bool
+    network_policy: NetworkPolicy
+    unmetered_wait_s: float
     gate: dict[str, Any]
     stages: list[StageOut]
     created_by: str

@@ -5,6 +5,7 @@ from django.db import models
 
 from builds.common.transitions import TransitionBase
 from builds.models import Bundle, Model, Target
+from compiler.contract.protocol import Network
 from fleet.models.counts import AnswerCounts
 from fleet.states import DeviceState
 
@@ -48,7 +49,8 @@ class Device(models.Model):
     `running_bundle` is what the device itself said it runs, never what it was sent; null means
     nothing yet, for a manifest that is no bundle of the device is not believed. `running_at` is
     when the server heard it change. `last_seen_at` is the last report or token exchange; polls are
-    counted in `Heartbeat`, because they are many.
+    counted in `Heartbeat`, because they are many. `network` is what the device said about its
+    network when it last asked for an assignment.
     """
 
     device_id = models.CharField(max_length=32, unique=True)
@@ -72,6 +74,7 @@ class Device(models.Model):
         Bundle, null=True, blank=True, on_delete=models.PROTECT, related_name="+"
     )
     assignment_seq = models.PositiveBigIntegerField(default=0)
+    network = models.CharField(max_length=16, default=Network.UNKNOWN.value)
     token_generation = models.PositiveIntegerField(default=0)
     claim = models.ForeignKey(
         ClaimToken, null=True, blank=True, on_delete=models.SET_NULL, related_name="devices"

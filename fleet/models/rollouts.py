@@ -4,8 +4,10 @@ from django.db import models
 
 from builds.common.transitions import TransitionBase
 from builds.models import Bundle, Delta, Model, ModelVersion
+from compiler.contract.protocol import NetworkPolicy
 from fleet.models.counts import AnswerCounts
 from fleet.models.devices import Device
+from fleet.networks import DEFAULT_WAIT_S
 from fleet.states import OPEN_STATES, RolloutState, StageState, UpdateState
 
 ARMS = [("treatment", "treatment"), ("control", "control")]
@@ -49,7 +51,11 @@ class Group(models.Model):
 
 
 class Rollout(models.Model):
-    """A gray release of one version to one group. `gate` is a `fleet.gates.GateSpec`."""
+    """A gray release of one version to one group. `gate` is a `fleet.gates.GateSpec`.
+
+    `network_policy` says what devices on metered networks may fetch, `unmetered_wait_s` how long
+    `wait_unmetered` may keep an update waiting.
+    """
 
     model = models.ForeignKey(Model, on_delete=models.PROTECT, related_name="rollouts")
     version = models.ForeignKey(ModelVersion, on_delete=models.PROTECT, related_name="rollouts")
@@ -63,6 +69,8 @@ class Rollout(models.Model):
     gate = models.JSONField()
     is_first_install = models.BooleanField(default=False)
     needs_approval = models.BooleanField(default=False)
+    network_policy = models.CharField(max_length=16, default=NetworkPolicy.ANY.value)
+    unmetered_wait_s = models.FloatField(default=DEFAULT_WAIT_S)
     starts_by_itself = models.BooleanField(default=False)
     looked_at = models.DateTimeField(null=True, blank=True)
     created_by = models.CharField(max_length=128)
@@ -168,8 +176,9 @@ class EnrolmentStats(AnswerCounts):
 class Update(models.Model):
     """One device takes one bundle in one rollout. Facts about it are ordered by (attempt, seq).
 
-    `is_offerable` is false while an install waits for its delta. `activated_at` is set when the
-    device first said that it switches to the bundle: from then on it counts as exposed.
+    `is_offerable` is false while an install waits for its delta. `waits_for` says why the device
+    was told to wait when it last asked, empty if it was not. `activated_at` is set when the device
+    first said that it switches to the bundle: from then on it counts as exposed.
     """
 
     device = models.ForeignKey(Device, on_delete=models.CASCADE, related_name="updates")
@@ -187,6 +196,7 @@ class Update(models.Model):
     attempt = models.PositiveIntegerField(default=1)
     seq = models.PositiveBigIntegerField(default=0)
     is_offerable = models.BooleanField(default=False)
+    waits_for = models.CharField(max_length=200, blank=True)
     used_delta = models.BooleanField(default=False)
     downloaded_bytes = models.BigIntegerField(default=0)
     code = models.CharField(max_length=64, blank=True)

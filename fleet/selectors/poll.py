@@ -11,12 +11,13 @@
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Final
 
 from django.conf import settings
 
 from builds.states import DeltaState
-from compiler.contract.protocol import Offer, OfferKind, PollAnswer
+from compiler.contract.protocol import NetworkPolicy, Offer, OfferKind, PollAnswer
 from fleet.models import Device, Enrolment, Stage, Update
 from fleet.states import (
     OPEN_STATES,
@@ -62,7 +63,7 @@ def late_delta_offered(*, update_id: int, sha256: str) -> bool:
     A delta that is decided after its update was released changes no answer to a poll, so a snapshot
     may not know it.
     """
-    rows = Update.objects.filter(pk=update_id, kind=OfferKind.INSTALL.value)
+    rows = Update.objects.filter(pk=update_id)
     return rows.filter(delta__state=DeltaState.READY.value, delta__sha256=sha256).exists()
 
 
@@ -148,11 +149,22 @@ def _running_text(device: Device) -> str:
 
 def _update_text(update: Update) -> str:
     what = f"update {update.pk} ({update.kind} of {update.bundle.version.version})"
+    if is_offered(update) and update.waits_for and update.state == UpdateState.QUEUED:
+        return f"{what} waits: {update.waits_for}{_until(update)}"
     if is_offered(update):
         return f"{what} is offered; the device says it is {update.state}"
     if update.rollout.state in INSTALL_STATES and not update.is_offerable:
-        return f"{what} waits for its delta"
+        state = "" if update.delta is None else f", which is {update.delta.state}"
+        return f"{what} waits for its delta{state}"
     return f"{what} is not offered: rollout {update.rollout_id} is {update.rollout.state}"
+
+
+def _until(update: Update) -> str:
+    rollout = update.rollout
+    if rollout.network_policy != NetworkPolicy.WAIT_UNMETERED:
+        return ""
+    end = update.queued_at + timedelta(seconds=rollout.unmetered_wait_s)
+    return f", until {end:%Y-%m-%d %H:%M} UTC"
 
 
 def _no_update_texts(device: Device) -> list[str]:

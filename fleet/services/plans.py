@@ -16,11 +16,13 @@ from builds.common.errors import ApplicationError, InvalidInputError, NotFoundEr
 from builds.models import BuildJob, Bundle, Model, ModelVersion
 from builds.services.targets import build_request
 from builds.states import BuildState, VersionState
+from compiler.contract.protocol import NetworkPolicy
 from fleet.cohorts import MAX_STAGES, Goal, stage_sizes
 from fleet.errors import FirstInstallError, RolloutConflictError
 from fleet.gates import PROFILES, spec_from_json
 from fleet.gates.profiles import FIRST_INSTALL_PROFILE
 from fleet.models import Group, Rollout, Stage
+from fleet.networks import DEFAULT_WAIT_S, MAX_WAIT_S
 from fleet.services.endings import rollout_move
 from fleet.services.members import Members, group_devices, rollout_members
 from fleet.services.stages import deltas_request, next_stage_open
@@ -40,6 +42,8 @@ class RolloutRequest:
     gate: Mapping[str, object]
     name: str = ""
     needs_approval: bool = False
+    network_policy: NetworkPolicy = NetworkPolicy.ANY
+    unmetered_wait_s: float = DEFAULT_WAIT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,19 @@ def goals_require(goals: Sequence[Goal]) -> None:
             raise InvalidInputError("percent must be above 0 and at most 100")
         if goal.count is not None and goal.count < 1:
             raise InvalidInputError("count must be at least 1")
+
+
+def network_require(request: RolloutRequest) -> None:
+    """Check how long a rollout may wait for unmetered networks.
+
+    Raises:
+        InvalidInputError: It is no time between 0 and a year.
+    """
+    if not 0 <= request.unmetered_wait_s <= MAX_WAIT_S:
+        raise InvalidInputError(
+            f"unmetered_wait_s {request.unmetered_wait_s:g}",
+            hint=f"seconds from 0 to {MAX_WAIT_S:.0f}",
+        )
 
 
 def bundles_check(rollout: Rollout, *, now: datetime) -> None:

@@ -22,6 +22,7 @@ from fleet.services.plans import (
     begin,
     bundles_check,
     goals_require,
+    network_require,
     subject_of,
 )
 from fleet.services.stages import next_stage_open, stage_move
@@ -45,6 +46,7 @@ def rollout_create(*, actor: Actor, request: RolloutRequest, clock: Clock | None
     now = (clock or SystemClock()).now()
     spec = spec_from_json(request.gate, PROFILES)
     goals_require(request.goals)
+    network_require(request)
     version, group = subject_of(request)
     rollout = Rollout.objects.create(
         model=version.model,
@@ -55,6 +57,8 @@ def rollout_create(*, actor: Actor, request: RolloutRequest, clock: Clock | None
         gate=spec.to_json(),
         is_first_install=spec.profile == FIRST_INSTALL_PROFILE,
         needs_approval=request.needs_approval,
+        network_policy=request.network_policy.value,
+        unmetered_wait_s=request.unmetered_wait_s,
         created_by=actor.name,
     )
     Stage.objects.bulk_create(
@@ -73,6 +77,7 @@ def rollout_create(*, actor: Actor, request: RolloutRequest, clock: Clock | None
         version=version.version,
         group=group.name,
         profile=spec.profile,
+        network_policy=request.network_policy.value,
     )
     enqueue(Task.ROLLOUT_LOOK, rollout_id=rollout.pk)
     return rollout

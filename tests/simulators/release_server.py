@@ -115,6 +115,7 @@ class ReleaseServer:
         self.serials: dict[str, str] = {}
         self.updates: dict[int, Update] = {}
         self.polls: list[tuple[str, str]] = []
+        self.networks: list[str] = []
         self.requests: list[tuple[str, str]] = []
         self.batches: dict[tuple[str, str, int], TelemetryBatch] = {}
         self.sent_bytes: dict[str, int] = {}
@@ -288,6 +289,7 @@ class ReleaseServer:
         update = self.updates[int(request.path.split("/")[4])]
         if not update.live:
             return _problem(410, "fleet.update_cancelled")
+        self.networks.append(request.query["network"])
         return Answer(200, self.assign(update, request.query["nonce"]))
 
     def _assign(self, update: Update, nonce: str, /, **changes: Any) -> bytes:
