@@ -9,7 +9,7 @@ and by the fleet, which knows for which deltas devices wait (`deltas_rank`). Two
 same time may go past the limit by one each; nothing else grows with them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from django.conf import settings
@@ -99,7 +99,7 @@ def _admit(delta: Delta) -> None:
         _move(delta, DeltaEvent.ADMIT, "there is room in the queue", cleared)
 
 
-def _move(delta: Delta, event: DeltaEvent, reason: str, changes: dict[str, object]) -> None:
+def _move(delta: Delta, event: DeltaEvent, reason: str, changes: Mapping[str, object]) -> None:
     apply_transition(
         delta,
         table=DELTA_TRANSITIONS,

@@ -33,7 +33,7 @@ DEADLINE_S = 3600.0
 
 
 @pytest.mark.parametrize(
-    ("policy", "network", "has_delta"), product(POLICIES, Network, (True, False))
+    ("policy", "network", "has_delta"), list(product(POLICIES, Network, (True, False)))
 )
 def test_it_makes_only_metered_devices_wait(policy, network, has_delta) -> None:
     waits = network is Network.METERED and (
@@ -43,7 +43,7 @@ def test_it_makes_only_metered_devices_wait(policy, network, has_delta) -> None:
     assert bool(wait_reason(policy, network, has_delta=has_delta)) == waits
 
 
-@pytest.mark.parametrize(("policy", "kind"), product(POLICIES, OfferKind))
+@pytest.mark.parametrize(("policy", "kind"), list(product(POLICIES, OfferKind)))
 def test_it_binds_installs_until_the_deadline(policy, kind) -> None:
     def now(waited_s: float) -> NetworkPolicy:
         return policy_now(policy, kind, waited_s=waited_s, deadline_s=DEADLINE_S)
