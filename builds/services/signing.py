@@ -207,9 +207,8 @@ def assignment_sign(
     path = bundle_path(bundle)
     manifest = bundle.manifest_bytes
     target = target_file(path, len(manifest), bundle.manifest_sha256, assignment.to_json())
-    document = Metadata(
-        Targets(version=assignment_seq, expires=expiry("assignment", now), targets={path: target})
-    )
+    expires = expiry("assignment", now)
+    document = Metadata(Targets(version=assignment_seq, expires=expires, targets={path: target}))
     return signed_bytes(document, key_ring().signers(DIRECTOR, "targets"))
 
 
