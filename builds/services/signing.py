@@ -204,9 +204,8 @@ def assignment_sign(
         network_policy=network_policy,
         delta=_delta_offer(bundle, delta),
     )
-    path = bundle_path(bundle)
-    manifest = bundle.manifest_bytes
-    target = target_file(path, len(manifest), bundle.manifest_sha256, assignment.to_json())
+    path, length = bundle_path(bundle), len(bundle.manifest_bytes)
+    target = target_file(path, length, bundle.manifest_sha256, assignment.to_json())
     expires = expiry("assignment", now)
     document = Metadata(Targets(version=assignment_seq, expires=expires, targets={path: target}))
     return signed_bytes(document, key_ring().signers(DIRECTOR, "targets"))
