@@ -13,7 +13,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from tuf.api import exceptions
-from tuf.api.metadata import Root, Snapshot, TargetFile, Timestamp
+from tuf.api.metadata import Metadata, Root, Snapshot, TargetFile, Timestamp
 from tuf.ngclient import FetcherInterface, Updater, UpdaterConfig
 
 from compiler.contract.canonical import canonical_bytes, sha256_hex
@@ -115,6 +115,22 @@ class ImageRepository(Updater):
             data = path.read_bytes()
             path.unlink()
         return data
+
+    def verified_root(self) -> bytes | None:
+        """Return the newest root that the pinned one led to, or None if the cache lost it since.
+
+        Kept as the next pin, so that a device that misses no more than `LIMITS.max_root_rotations`
+        roots at a time follows the chain for ever.
+        """
+        trusted = self._trusted_set.root
+        path = Path(self._dir) / "root_history" / f"{trusted.version}.root.json"
+        try:
+            data = path.read_bytes()
+            document = Metadata[Root].from_bytes(data)
+            trusted.verify_delegate(Root.type, document.signed_bytes, document.signatures)
+        except (OSError, exceptions.RepositoryError, ValueError):
+            return None
+        return data if document.signed == trusted else None
 
     @property
     def versions(self) -> dict[str, int]:

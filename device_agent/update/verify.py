@@ -78,10 +78,10 @@ class TrustFolder:
         """Return a pinned root."""
         return self.disk.read_bytes(self.folder / name, MAX_ROOT_BYTES)
 
-    def raise_director_root(self, root: bytes) -> None:
-        """Keep a newer director root that the pinned one leads to."""
-        if root != self.root(DIRECTOR_ROOT):
-            self.disk.write_atomic(self.folder / DIRECTOR_ROOT, root)
+    def raise_root(self, name: str, root: bytes | None) -> None:
+        """Keep a newer root that the pinned one leads to; None leaves it."""
+        if root is not None and root != self.root(name):
+            self.disk.write_atomic(self.folder / name, root)
 
     @property
     def cache(self) -> Path:
@@ -139,7 +139,7 @@ class Verifier:
             assignment_seq=directive.assignment.assignment_seq, clock_floor_s=int(now.timestamp())
         )
         self._floors.save(raised.with_assignment(directive.sha256))
-        self._trust.raise_director_root(directive.root)
+        self._trust.raise_root(DIRECTOR_ROOT, directive.root)
         return VerifiedRelease(manifest, manifest_bytes, directive)
 
     def rules_order(self) -> RulesOrder | None:
@@ -205,7 +205,10 @@ class Verifier:
             MetadataFetcher(self._http, self._config, MAX_METADATA_BYTES),
             effective_time(self._clock.now(), floors),
         )
-        target = repository.look_up(directive.path)
+        try:
+            target = repository.look_up(directive.path)
+        finally:
+            self._trust.raise_root(IMAGE_ROOT, repository.verified_root())
         seen = {**repository.versions, "director-root": directive.root_version}
         raised = floors.raised_metadata(seen, repository.online_keys)
         if raised != floors:

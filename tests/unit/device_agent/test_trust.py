@@ -255,6 +255,31 @@ class TestImageRepository:
         assert device.install(toy_bundle(ToySpec())).outcome is UpdateState.SUCCEEDED
         assert device.agent.floors.load().versions["timestamp"] == 1
 
+    def test_it_follows_several_roots_at_once_and_pins_the_newest(
+        self, server: ReleaseServer, device: Device, v2: ToyBundle
+    ) -> None:
+        for _ in range(3):
+            server.image.rotate_online_keys()
+        assert device.install(v2).outcome is UpdateState.SUCCEEDED
+        pinned = json.loads(device.agent.trust.root("image_root.json"))
+        assert pinned["signed"]["version"] == 4
+        for number in (1, 2, 3, 4):
+            server.image.files.pop(f"metadata/{number}.root.json")
+        for path in device.agent.trust.cache.rglob("*.json"):
+            path.unlink()
+        assert device.install(toy_bundle(ToySpec())).outcome is UpdateState.SUCCEEDED
+
+    def test_it_refuses_a_root_that_only_its_own_keys_signed(
+        self, server: ReleaseServer, device: Device, v2: ToyBundle
+    ) -> None:
+        server.image.root_keys = ImageRepository(1).root_keys
+        for old in list(server.image.root.signed.roles["root"].keyids):
+            server.image.root.signed.revoke_key(old, "root")
+        for key in server.image.root_keys:
+            server.image.root.signed.add_key(key.public_key, "root")
+        server.image.rotate_online_keys()
+        refused(device, server.offer(v2), "agent.trust.signature")
+
     @pytest.mark.parametrize("name", ["timestamp", "2.snapshot", "1.targets", "1.root"])
     def test_it_recovers_from_a_damaged_cache(
         self, server: ReleaseServer, device: Device, v2: ToyBundle, name: str
