@@ -79,6 +79,13 @@ class SigningKeysError(ApplicationError):
     retryable: ClassVar[bool] = True
 
 
+class CeremonyError(ApplicationError):
+    """A document of a ceremony is malformed, not the next one, or signed by too few."""
+
+    code: ClassVar[str] = "signing.ceremony"
+    status: ClassVar[HTTPStatus] = HTTPStatus.CONFLICT
+
+
 class BuildOutputError(ApplicationError):
     """What the compiler wrote is incomplete or contradicts itself; nothing was published."""
 

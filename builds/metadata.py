@@ -5,7 +5,8 @@
     director root -(2 of 2)-> one online key -> one assignment per device
 
 A stolen online key alone installs nothing: a release needs two keys of the image repository and an
-assignment of the director that names the same digest.
+assignment of the director that names the same digest. `build` and `approve` may sign in different
+processes, one after the other: signatures are added to a document until its delegation is content.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +14,8 @@ from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Final, TypeVar
 
-from securesystemslib.exceptions import Error as SecureSystemsError
-from securesystemslib.signer import Signer
+from securesystemslib.signer import Key, Signer
+from tuf.api.exceptions import UnsignedMetadataError
 from tuf.api.metadata import (
     Delegations,
     Metadata,
@@ -26,10 +27,9 @@ from tuf.api.metadata import (
     Targets,
     Timestamp,
 )
-from tuf.api.serialization.json import JSONSerializer
+from tuf.api.serialization.json import CanonicalJSONSerializer, JSONSerializer
 
 from builds.errors import BuildOutputError, SigningKeysError
-from builds.keys import DIRECTOR, IMAGE, KeyRing
 from compiler.contract.canonical import Json, sha256_hex
 
 BIN_PREFIX: Final = "bin"
@@ -51,9 +51,16 @@ MARGIN: Final[Mapping[str, timedelta]] = MappingProxyType(
         "timestamp": timedelta(hours=12),
     }
 )
+# Roles of the director that its one online key signs; assignments are `targets`.
+DIRECTOR_ONLINE: Final = ("targets", "snapshot", "timestamp")
 _SERIALIZER: Final = JSONSerializer(compact=True)
 
+# A root or targets document that expires within this time needs a ceremony now.
+CEREMONY_MARGIN: Final = timedelta(days=60)
+
 SignedT = TypeVar("SignedT", Root, Snapshot, Targets, Timestamp)
+Keys = Mapping[str, Sequence[Key]]
+AnyDocument = Metadata[Root] | Metadata[Snapshot] | Metadata[Targets] | Metadata[Timestamp]
 
 
 def life_of(role: str) -> timedelta:
@@ -71,43 +78,40 @@ def expiry(role: str, now: datetime) -> datetime:
     return (now + life_of(role)).replace(microsecond=0)
 
 
-def new_image_root(ring: KeyRing, now: datetime) -> Metadata[Root]:
-    """Return version 1 of the image root, unsigned."""
+def new_image_root(keys: Keys, now: datetime) -> Metadata[Root]:
+    """Return version 1 of the image root, unsigned; `keys` has the public keys of each role."""
     root = Root(version=1, expires=expiry("root", now), consistent_snapshot=True)
     for role in ("root", "targets", "snapshot", "timestamp"):
-        for key in ring.public(IMAGE, role):
+        for key in keys[role]:
             root.add_key(key, role)
     root.roles["root"].threshold = 2
     root.roles["targets"].threshold = 2
     return Metadata(root)
 
 
-def new_director_root(ring: KeyRing, now: datetime) -> Metadata[Root]:
+def new_director_root(keys: Keys, now: datetime) -> Metadata[Root]:
     """Return version 1 of the director root, unsigned; its one online key has every other role."""
     root = Root(version=1, expires=expiry("root", now), consistent_snapshot=True)
-    for key in ring.public(DIRECTOR, "root"):
+    for key in keys["root"]:
         root.add_key(key, "root")
     root.roles["root"].threshold = 2
-    for role in ("targets", "snapshot", "timestamp"):
-        for key in ring.public(DIRECTOR, "targets"):
+    for role in DIRECTOR_ONLINE:
+        for key in keys["targets"]:
             root.add_key(key, role)
     return Metadata(root)
 
 
-def new_targets(ring: KeyRing, bits: int, now: datetime) -> Metadata[Targets]:
+def new_targets(keys: Keys, bits: int, now: datetime) -> Metadata[Targets]:
     """Return version 1 of the top-level targets: no targets, 2^bits bins signed by two keys."""
-    keys = [*ring.public(IMAGE, "build"), *ring.public(IMAGE, "approve")]
-    bins = SuccinctRoles([key.keyid for key in keys], len(keys), bits, BIN_PREFIX)
-    delegations = Delegations({key.keyid: key for key in keys}, None, bins)
+    signers = [*keys["build"], *keys["approve"]]
+    bins = SuccinctRoles([key.keyid for key in signers], len(signers), bits, BIN_PREFIX)
+    delegations = Delegations({key.keyid: key for key in signers}, None, bins)
     return Metadata(Targets(version=1, expires=expiry("targets", now), delegations=delegations))
 
 
-def new_bins(targets: Metadata[Targets], now: datetime) -> dict[str, Metadata[Targets]]:
-    """Return version 1 of every bin, empty and unsigned."""
-    return {
-        name: Metadata(Targets(version=1, expires=expiry(name, now)))
-        for name in succinct_roles(targets).get_roles()
-    }
+def new_bin(name: str, now: datetime) -> Metadata[Targets]:
+    """Return version 1 of a bin, empty and unsigned."""
+    return Metadata(Targets(version=1, expires=expiry(name, now)))
 
 
 def succinct_roles(targets: Metadata[Targets]) -> SuccinctRoles:
@@ -174,14 +178,45 @@ def signed_bytes(document: Metadata[SignedT], signers: Iterable[Signer]) -> byte
         SigningKeysError: A signer failed.
     """
     document.signatures.clear()
-    try:
-        for signer in signers:
-            document.sign(signer, append=True)
-    except (OSError, ValueError, SecureSystemsError) as error:
-        raise SigningKeysError(f"a signer failed: {error}") from error
+    add_signatures(document, signers)
+    return to_bytes(document)
+
+
+def add_signatures(
+    document: AnyDocument, signers: Iterable[Signer], payload: bytes | None = None
+) -> int:
+    """Add the signatures of those signers whose key has not signed yet; return how many.
+
+    The bytes to sign, `payload`, are made once for all of them: in a large document that is most of
+    the work.
+
+    Raises:
+        SigningKeysError: A signer failed.
+    """
+    missing = [one for one in signers if one.public_key.keyid not in document.signatures]
+    payload = payload_of(document) if payload is None else payload
+    for signer in missing:
+        document.signatures[signer.public_key.keyid] = signer.sign(payload)
+    return len(missing)
+
+
+def payload_of(document: AnyDocument) -> bytes:
+    """Return the canonical bytes that are signed."""
+    return CanonicalJSONSerializer().serialize(document.signed)
+
+
+def to_bytes(document: AnyDocument) -> bytes:
+    """Return a document as it is published."""
     return document.to_bytes(_SERIALIZER)
 
 
-def bin_signers(ring: KeyRing) -> Sequence[Signer]:
-    """Return both signers of a bin."""
-    return (*ring.signers(IMAGE, "build"), *ring.signers(IMAGE, "approve"))
+def is_signed_for(
+    delegator: Root | Targets, role: str, document: AnyDocument, payload: bytes | None = None
+) -> bool:
+    """Return whether enough of the keys that `delegator` names have signed."""
+    payload = payload_of(document) if payload is None else payload
+    try:
+        delegator.verify_delegate(role, payload, document.signatures)
+    except UnsignedMetadataError:
+        return False
+    return True

@@ -56,7 +56,16 @@ TONES: Final[Mapping[str, str]] = MappingProxyType(
         **_rows(
             WARN,
             *("paused", "held", "too_large", "awaiting_approval", "stopped", "timed_out"),
-            *("rolling_back", "qemu", "simulator", "assembled", "structural", "silent", "hold"),
+            *(
+                "expiring",
+                "rolling_back",
+                "qemu",
+                "simulator",
+                "assembled",
+                "structural",
+                "silent",
+                "hold",
+            ),
         ),
         **_rows(
             BAD,

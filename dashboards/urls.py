@@ -29,6 +29,7 @@ urlpatterns = [
     path("builds/<int:build_id>/retry", builds.build_retry, name="build-retry"),
     path("bundles/<str:manifest_sha256>", bundles.bundle_detail, name="bundle-detail"),
     path("bundles/<str:manifest_sha256>/manifest", bundles.bundle_manifest, name="bundle-manifest"),
+    path("bundles/<str:manifest_sha256>/approve", bundles.bundle_approve, name="bundle-approve"),
     path("targets", targets.target_list, name="target-list"),
     path("targets/<str:name>/activate", targets.target_activate, name="target-activate"),
     path("devices", devices.device_list, name="device-list"),

@@ -12,6 +12,8 @@ import tempfile
 _FOLDER = tempfile.mkdtemp(prefix="sparsefleet-tests-")
 atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 os.environ["SPARSEFLEET_STATE_DIR"] = _FOLDER
+os.environ["SPARSEFLEET_DEBUG"] = "1"  # keys are files; pytest-django turns Django's DEBUG off
+os.environ["SPARSEFLEET_RELEASE_APPROVAL"] = "automatic"
 
 from dashboards.conf.settings import *  # noqa: E402, F403
 

@@ -26,6 +26,7 @@ from builds.selectors.catalogue import (
     delta_list,
     target_list,
 )
+from builds.services.approvals import release_approve
 from builds.services.jobs import build_retry
 from builds.services.targets import target_activate
 from builds.states import BuildState
@@ -81,6 +82,16 @@ def manifest_get(request: HttpRequest, manifest_sha256: str) -> HttpResponse:
     require(request_actor(request), Permission.VIEW)
     data = bundle_get(manifest_sha256).manifest_bytes
     return HttpResponse(data, content_type="application/json")
+
+
+@router.post(
+    "/bundles/{manifest_sha256}/approve", response=BundleOut, operation_id="bundle_approve"
+)
+def bundle_approve_post(request: HttpRequest, manifest_sha256: str) -> Bundle:
+    """Approve a built bundle: the second signature. It is offered once it is published."""
+    bundle = bundle_get(manifest_sha256)
+    release_approve(actor=request_actor(request), bundles=[bundle])
+    return bundle_get(manifest_sha256)
 
 
 @router.get("/targets", response=list[TargetOut], operation_id="target_list")

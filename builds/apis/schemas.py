@@ -208,6 +208,9 @@ class BundleOut(Schema):
     total_bytes: int
     verified_on: str
     created_at: datetime
+    approved_at: datetime | None
+    approved_by: str
+    published_at: datetime | None
     sections: list[SectionOut]
 
     @staticmethod

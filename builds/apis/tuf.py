@@ -11,7 +11,7 @@ from django.views.decorators.http import require_safe
 
 from builds.keys import DIRECTOR, IMAGE
 from builds.models import Bundle, MetadataFile
-from builds.services.signing import bundle_path
+from builds.services.publishing import bundle_path
 
 IMMUTABLE: Final = "public, max-age=31536000, immutable"
 ALWAYS_ASK: Final = "no-cache"
@@ -32,6 +32,7 @@ def image_target(_request: HttpRequest, path: str) -> HttpResponse:
     if match is None:
         raise Http404
     rows = Bundle.objects.select_related("version__model", "target")
+    rows = rows.exclude(published_at=None)
     bundle = rows.filter(manifest_sha256=match["sha256"]).first()
     if bundle is None or bundle_path(bundle) != f"{match['folder']}/{match['name']}":
         raise Http404

@@ -1,11 +1,17 @@
 """Commands that need the platform's tables, and say so plainly when there are none."""
 
+import getpass
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import BaseCommand, CommandError, OutputWrapper
 from django.db import DatabaseError, connection
 from django.db.migrations.executor import MigrationExecutor
+
+from builds.common.errors import ApplicationError
 
 HINT: Final = (
     "run manage.py migrate, or name the platform's folder: SPARSEFLEET_STATE_DIR=... (the demo's is"
@@ -44,3 +50,42 @@ def database_fault() -> str | None:
     except DatabaseError as error:
         return f"the database cannot be used: {error}"
     return f"the database lacks {len(missing)} migrations" if missing else None
+
+
+@contextmanager
+def plain_errors() -> Generator[None, None, None]:
+    """Turn our errors into a line for the person at the terminal, with the hint below it.
+
+    Raises:
+        CommandError: Instead of any `ApplicationError`.
+    """
+    try:
+        yield
+    except ApplicationError as error:
+        hint = f"\nhint: {error.hint}" if error.hint else ""
+        raise CommandError(f"{error}{hint}") from error
+
+
+def confirmed(out: OutputWrapper, lines: Sequence[str], *, is_sure: bool) -> None:
+    """Show what is about to happen and go on only if the person says yes.
+
+    Args:
+        out: Where it is shown.
+        lines: What will happen.
+        is_sure: The person said yes on the command line.
+
+    Raises:
+        CommandError: They did not, or there is nobody to ask.
+    """
+    out.write("\n".join(lines))
+    if is_sure:
+        return
+    if not sys.stdin.isatty():
+        raise CommandError("nobody is there to say yes\nhint: look at the lines above, then --yes")
+    if input("Type yes to go on: ").strip() != "yes":
+        raise CommandError("nothing was done")
+
+
+def operator_name() -> str:
+    """Return how the audit chain calls the person at this terminal."""
+    return f"console:{getpass.getuser()}"

@@ -27,6 +27,7 @@ class Permission(StrEnum):
     GROUP_EDIT = "group_edit"
     CLAIM_EDIT = "claim_edit"
     RULES_EDIT = "rules_edit"
+    RELEASE_APPROVE = "release_approve"
     ROLLOUT_EDIT = "rollout_edit"
     ROLLOUT_APPROVE = "rollout_approve"
     ROLLOUT_HALT = "rollout_halt"
@@ -43,11 +44,17 @@ _RELEASE_MANAGER: Final = _DEVELOPER | {
     _P.GROUP_EDIT,
     _P.CLAIM_EDIT,
     _P.RULES_EDIT,
+    _P.RELEASE_APPROVE,
     _P.ROLLOUT_EDIT,
     _P.ROLLOUT_HALT,
     _P.AUDIT_VIEW,
 }
-_APPROVER: Final = _VIEWER | {_P.ROLLOUT_APPROVE, _P.ROLLOUT_HALT, _P.AUDIT_VIEW}
+_APPROVER: Final = _VIEWER | {
+    _P.RELEASE_APPROVE,
+    _P.ROLLOUT_APPROVE,
+    _P.ROLLOUT_HALT,
+    _P.AUDIT_VIEW,
+}
 
 ROLE_PERMISSIONS: Final[Mapping[Role, frozenset[Permission]]] = MappingProxyType(
     {

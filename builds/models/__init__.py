@@ -12,7 +12,7 @@ from builds.models.jobs import (
     LeasedModel,
     VersionCheck,
 )
-from builds.models.metadata import MetadataFile, Repository
+from builds.models.metadata import MetadataDraft, MetadataFile, Repository
 from builds.models.versions import Blob, Model, ModelVersion, Target, VersionTransition
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "IdempotencyKey",
     "LeasedModel",
     "Membership",
+    "MetadataDraft",
     "MetadataFile",
     "Model",
     "ModelVersion",

@@ -87,7 +87,11 @@ class BuildLogLine(models.Model):
 
 
 class Bundle(models.Model):
-    """The finished output of one build job: a manifest and its content-addressed sections."""
+    """The finished output of one build job: a manifest and its content-addressed sections.
+
+    Nothing of it is offered before it is published: approved by somebody, and signed by the key
+    that builds and the key that approves.
+    """
 
     job = models.OneToOneField(BuildJob, on_delete=models.PROTECT, related_name="bundle")
     version = models.ForeignKey(ModelVersion, on_delete=models.PROTECT, related_name="bundles")
@@ -97,6 +101,9 @@ class Bundle(models.Model):
     total_bytes = models.BigIntegerField()
     verified_on = models.CharField(max_length=16)
     created_at = models.DateTimeField(auto_now_add=True)
+    approved_at = models.DateTimeField(null=True, blank=True)
+    approved_by = models.CharField(max_length=150, blank=True)
+    published_at = models.DateTimeField(null=True, blank=True, db_index=True)
 
     class Meta:
         ordering = ("-pk",)

@@ -39,3 +39,26 @@ class MetadataFile(models.Model):
 
     def __str__(self) -> str:
         return self.name
+
+
+class MetadataDraft(models.Model):
+    """The next version of a role that not enough keys have signed yet; it is never served.
+
+    Processes with different keys sign it one after the other. `waits_for` has the keys that may
+    still sign; a draft of `targets` is signed by all and waits for the bins that fit it.
+    """
+
+    repository = models.ForeignKey(Repository, on_delete=models.PROTECT, related_name="drafts")
+    role = models.CharField(max_length=32)
+    version = models.PositiveBigIntegerField()
+    data = models.BinaryField()
+    waits_for = models.JSONField(default=list)
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        constraints = (
+            models.UniqueConstraint(fields=("repository", "role"), name="metadata_draft_role"),
+        )
+
+    def __str__(self) -> str:
+        return f"draft {self.version} of {self.role}"

@@ -174,6 +174,12 @@ def failed_builds(*, since: datetime, limit: int) -> Sequence[BuildJob]:
     return list(jobs.filter(state__in=states, finished_at__gte=since)[:limit])
 
 
+def bundles_waiting(*, limit: int) -> Sequence[Bundle]:
+    """Return the newest bundles that nobody has approved yet. One query."""
+    rows = Bundle.objects.filter(approved_at=None, published_at=None)
+    return list(rows.select_related("version__model", "target").defer("manifest")[:limit])
+
+
 def build_detail(*, build_id: int) -> BuildDetail:
     """Return one build with the end of its log. Four queries.
 

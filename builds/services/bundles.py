@@ -1,10 +1,11 @@
-"""From a checked compiler output to a published bundle."""
+"""From a checked compiler output to a bundle: published at once, or when a person approved it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from django.conf import settings
 from django.db import transaction
 
 from builds.common.audit import audit
@@ -40,7 +41,7 @@ class BuildOutput:
 def build_finish(
     *, job: BuildJob, owner: str, output: BuildOutput, clock: Clock | None = None
 ) -> Bundle:
-    """Keep the sections, sign, publish and mark the job ready.
+    """Keep the sections, mark the job ready, and sign and publish unless a person has to approve.
 
     Blobs are stored before the transaction: they are content-addressed, so a run that dies in
     between leaves nothing wrong, and the next one stores nothing twice.
@@ -65,7 +66,9 @@ def _publish(
 ) -> Bundle:
     build_owned(job=job, owner=owner)
     bundle = _bundle_create(job, output.manifest)
-    release_publish(bundles=[bundle], clock=clock)
+    is_automatic = settings.SPARSEFLEET.release_approval == "automatic"
+    if is_automatic:
+        release_publish(bundles=[bundle], clock=clock)
     now = clock.now()
     apply_transition(
         job,
@@ -88,7 +91,7 @@ def _publish(
     Target.objects.filter(pk=job.target_id).update(verified_on=output.manifest.verified_on)
     audit(
         actor=owner,
-        action="bundle.publish",
+        action="bundle.publish" if is_automatic else "bundle.build",
         obj=bundle,
         manifest_sha256=bundle.manifest_sha256,
         build=job.pk,

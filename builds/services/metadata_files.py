@@ -3,6 +3,7 @@
 Every function runs inside the publisher's transaction, under the lock of its repository row.
 """
 
+from collections.abc import Mapping, Set
 from datetime import datetime
 from typing import Final, TypeVar
 
@@ -15,6 +16,7 @@ from builds.metadata import margin_of
 from builds.models import MetadataFile, Repository
 
 TIMESTAMP: Final = "timestamp"
+NAMES_PER_QUERY: Final = 500
 SignedT = TypeVar("SignedT", Root, Snapshot, Targets, Timestamp)
 
 
@@ -43,8 +45,41 @@ def file_put(repository: Repository, role: str, document: Metadata[SignedT], dat
         )
         return
     MetadataFile.objects.create(
-        repository=repository, role=role, name=f"{document.signed.version}.{role}.json", **values
+        repository=repository, role=role, name=_name(role, document.signed.version), **values
     )
+
+
+def files_put(
+    repository: Repository, documents: Mapping[str, tuple[Metadata[Targets], bytes]]
+) -> None:
+    """Publish many signed documents at once, none of them a timestamp."""
+    MetadataFile.objects.bulk_create(
+        [
+            MetadataFile(
+                repository=repository,
+                role=role,
+                name=_name(role, document.signed.version),
+                version=document.signed.version,
+                data=data,
+                expires_at=document.signed.expires,
+            )
+            for role, (document, data) in documents.items()
+        ],
+        batch_size=NAMES_PER_QUERY,
+    )
+
+
+def heads_of(repository: Repository, versions: Mapping[str, int]) -> dict[str, Metadata[Targets]]:
+    """Return these versions of targets documents, by role (a query for each 500)."""
+    names = [_name(role, version) for role, version in versions.items()]
+    found = {}
+    for at in range(0, len(names), NAMES_PER_QUERY):
+        rows = MetadataFile.objects.filter(
+            repository=repository, name__in=names[at : at + NAMES_PER_QUERY]
+        )
+        for role, data in rows.values_list("role", "data"):
+            found[role] = Metadata[Targets].from_bytes(bytes(data))
+    return found
 
 
 def head(repository: Repository, role: str) -> MetadataFile:
@@ -53,8 +88,8 @@ def head(repository: Repository, role: str) -> MetadataFile:
     Raises:
         SigningKeysError: There is none.
     """
-    found = MetadataFile.objects.filter(repository=repository, role=role).order_by("-version")
-    row = found.first()
+    found = MetadataFile.objects.filter(repository__name=repository.name, role=role)
+    row = found.order_by("-version").first()
     if row is None:
         raise SigningKeysError(f"{repository} has no metadata of role {role!r}", hint=INIT_HINT)
     return row
@@ -71,9 +106,19 @@ def due_roles(repository: Repository, now: datetime) -> list[str]:
     return [role for role, at in _renewal_times(repository) if at <= now]
 
 
-def next_refresh(repository: Repository) -> datetime | None:
-    """Return when the first online role will have to be signed again."""
-    return min((at for _, at in _renewal_times(repository)), default=None)
+def next_refresh(repository: Repository, roles: Set[str]) -> datetime | None:
+    """Return when the first of these online roles will have to be signed again."""
+    return min((at for role, at in _renewal_times(repository) if role in roles), default=None)
+
+
+def roles_expire(repository: Repository, roles: Set[str], now: datetime) -> None:
+    """Make roles due at once, because the keys that signed them count no longer."""
+    versions = head_versions(repository)
+    names = [_name(role, version) for role, version in versions.items() if role in roles]
+    for at in range(0, len(names), NAMES_PER_QUERY):
+        MetadataFile.objects.filter(
+            repository=repository, name__in=names[at : at + NAMES_PER_QUERY]
+        ).update(expires_at=now)
 
 
 def files_forget(repository: Repository, before: datetime) -> int:
@@ -100,3 +145,7 @@ def _renewal_times(repository: Repository) -> list[tuple[str, datetime]]:
         if margin is not None and newest[role] == version:
             times.append((role, expires_at - margin))
     return times
+
+
+def _name(role: str, version: int) -> str:
+    return f"{version}.{role}.json"

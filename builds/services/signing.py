@@ -1,86 +1,100 @@
-"""Publishing releases and signing assignments.
+"""The ways in to signing: releases, renewals, assignments, and the first metadata of all.
 
-One publisher at a time (the lock of the repository row), one transaction: a client sees the old
-timestamp with everything it names, or the new one with everything it names.
+One publisher at a time (the lock of the repository row), one transaction (`publishing.py`).
 """
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
-from datetime import datetime, timedelta
+from collections.abc import Iterable
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 from django.conf import settings
 from django.db import transaction
-from tuf.api.metadata import Metadata, Snapshot, Targets, Timestamp
+from tuf.api.metadata import Metadata, Root, Targets
 
+from builds.ceremony import first_documents
+from builds.common.auth import SYSTEM
 from builds.common.clock import Clock, SystemClock
-from builds.errors import BuildOutputError
-from builds.keys import DIRECTOR, IMAGE, KeyRing, generate_ring, load_ring
+from builds.errors import BuildOutputError, SigningKeysError
+from builds.keys import (
+    DIRECTOR,
+    IMAGE,
+    INDEX_NAME,
+    PUBLIC_NAME,
+    KeyRing,
+    generate_ring,
+    load_key_folder,
+    load_ring,
+    read_public,
+)
 from builds.metadata import (
-    BIN_PREFIX,
-    add_target,
-    bin_signers,
+    add_signatures,
     expiry,
-    new_bins,
-    new_director_root,
-    new_image_root,
-    new_snapshot,
-    new_targets,
-    new_timestamp,
-    renewed,
-    signed_bytes,
-    succinct_roles,
+    is_signed_for,
     target_file,
+    to_bytes,
 )
-from builds.models import Bundle, Delta, Repository
-from builds.services.metadata_files import (
-    due_roles,
-    file_put,
-    files_forget,
-    head,
-    head_versions,
-    next_refresh,
-    repository_locked,
-)
+from builds.models import Bundle, Delta, MetadataDraft, Repository
+from builds.selectors.expiry import expiries, is_near
+from builds.services.ceremony import documents_publish
+from builds.services.metadata_files import due_roles, files_forget, head, repository_locked
+from builds.services.publishing import HEADS, bundle_path, holds_heads, publisher_advance
 from builds.states import DeltaState
 from compiler.contract.canonical import sha256_hex
-from compiler.contract.manifest import target_path
 from compiler.contract.protocol import Assignment, DeltaOffer, NetworkPolicy, OfferKind
 from compiler.contract.rules_order import RULES_PATH, RulesOrder
 
 logger = logging.getLogger(__name__)
 
 KEEP_SUPERSEDED: Final = timedelta(days=7)
+RETRY: Final = timedelta(minutes=1)
 
 
 def key_ring() -> KeyRing:
     """Return the signing keys of this process.
 
     Raises:
-        SigningKeysError: There are none.
+        SigningKeysError: There are none, or they are plain files where that is not allowed.
     """
     folder: Path = settings.SPARSEFLEET.key_path
-    index = folder / "keys.json"
+    index = folder / INDEX_NAME
     stamp = index.stat().st_mtime_ns if index.exists() else 0
-    return _ring(folder, stamp)
+    ring = _ring(folder, stamp)
+    if ring.file_roles() and not settings.SPARSEFLEET.allows_file_keys:
+        raise SigningKeysError(
+            f"plain files would sign for {', '.join(ring.file_roles())}",
+            hint="put HSM or KMS addresses into keys.json; see docs/runbooks/signing.md",
+        )
+    return ring
 
 
 @lru_cache(maxsize=4)
 def _ring(folder: Path, _stamp: int) -> KeyRing:
-    return load_ring(folder)
+    return load_ring(folder, settings.SPARSEFLEET.pin)
 
 
 def keys_generate() -> KeyRing:
-    """Make the signing keys of a new installation; see `builds.keys.generate_ring`."""
-    return generate_ring(settings.SPARSEFLEET.key_path)
+    """Make the signing keys of a new installation as files; see `builds.keys.generate_ring`.
+
+    Raises:
+        SigningKeysError: There are keys, or this is production: keys never make themselves there.
+    """
+    if not settings.SPARSEFLEET.allows_file_keys:
+        raise SigningKeysError(
+            "signing keys are not made by themselves in production",
+            hint="hold the first ceremony: docs/runbooks/signing.md",
+        )
+    return generate_ring(settings.SPARSEFLEET.key_path, settings.SPARSEFLEET.offline_key_path)
 
 
 @transaction.atomic
 def repositories_init(*, clock: Clock | None = None) -> bool:
     """Publish version 1 of everything, signed; does nothing when that was done before.
+
+    It is the first ceremony held by one process, which needs the folders of all offline keys.
 
     Returns:
         Whether the repositories are new.
@@ -88,32 +102,30 @@ def repositories_init(*, clock: Clock | None = None) -> bool:
     Raises:
         SigningKeysError: Keys are missing.
     """
-    now = (clock or SystemClock()).now()
-    image, created = Repository.objects.get_or_create(name=IMAGE)
-    if not created:
+    if Repository.objects.filter(name=IMAGE).exists():
         return False
+    now = (clock or SystemClock()).now()
     ring = key_ring()
-    director = Repository.objects.create(name=DIRECTOR)
-    for repository, root in (
-        (director, new_director_root(ring, now)),
-        (image, new_image_root(ring, now)),
-    ):
-        data = signed_bytes(root, ring.signers(repository.name, "root"))
-        file_put(repository, "root", root, data)
-    targets = new_targets(ring, settings.SPARSEFLEET.metadata_bin_bits, now)
-    file_put(image, "targets", targets, signed_bytes(targets, ring.signers(IMAGE, "targets")))
-    for name, document in new_bins(targets, now).items():
-        file_put(image, name, document, signed_bytes(document, bin_signers(ring)))
-    _publish_heads(image, ring, now)
+    folders = sorted(settings.SPARSEFLEET.offline_key_path.glob("*"))
+    offline = [read_public(folder / PUBLIC_NAME) for folder in folders]
+    documents = first_documents(
+        [*offline, *ring.publics()], settings.SPARSEFLEET.metadata_bin_bits, now
+    )
+    for folder in folders:
+        public, signer = load_key_folder(folder)
+        add_signatures(documents[public.repository, public.role], [signer])
+    documents_publish(documents=documents, ring=ring, now=now)
     return True
 
 
 @transaction.atomic
 def release_publish(*, bundles: Iterable[Bundle], clock: Clock | None = None) -> int:
-    """Name the manifests of `bundles` in the image repository; repeats change nothing.
+    """Approve `bundles` without asking anybody, and name their manifests; repeats change nothing.
+
+    What only other machines can sign is published when they have.
 
     Returns:
-        How many metadata bins were signed.
+        How many metadata bins were published.
 
     Raises:
         SigningKeysError: Keys or metadata are missing.
@@ -121,42 +133,40 @@ def release_publish(*, bundles: Iterable[Bundle], clock: Clock | None = None) ->
     """
     now = (clock or SystemClock()).now()
     image = repository_locked(IMAGE)
-    ring = key_ring()
-    roles = succinct_roles(_load(image, "targets"))
-    changed: dict[str, Metadata[Targets]] = {}
-    for bundle in bundles:
-        path = bundle_path(bundle)
-        name = roles.get_role_for_target(path)
-        document = changed.get(name) or _load(image, name)
-        if add_target(document, path, bundle.manifest_bytes):
-            changed[name] = document
-    for name, document in changed.items():
-        file_put(
-            image, name, renewed(document, name, now), signed_bytes(document, bin_signers(ring))
-        )
-    if changed:
-        _publish_heads(image, ring, now)
-    return len(changed)
+    rows = list(bundles)
+    Bundle.objects.filter(pk__in=[row.pk for row in rows], approved_at=None).update(
+        approved_at=now, approved_by=SYSTEM.name
+    )
+    return len(set(publisher_advance(image, key_ring(), now, bundles=rows)) - HEADS)
 
 
 @transaction.atomic
 def metadata_refresh(*, clock: Clock | None = None) -> list[str]:
-    """Sign again what is near its end; return the roles signed. Cheap when nothing is due."""
+    """Sign what is near its end or waits for keys of this machine; return the roles published.
+
+    Cheap when there is nothing to do.
+
+    Raises:
+        SigningKeysError: Keys are missing, or a signer failed.
+    """
     now = (clock or SystemClock()).now()
-    if not Repository.objects.filter(name=IMAGE, refresh_at__lte=now).exists():
+    is_due = Repository.objects.filter(name=IMAGE, refresh_at__lte=now).exists()
+    if not is_due and not _drafts_wait_here():
         return []
     image = repository_locked(IMAGE)
     ring = key_ring()
-    due = due_roles(image, now)
-    for role in due:
-        if role.startswith(f"{BIN_PREFIX}-"):
-            document = renewed(_load(image, role), role, now)
-            file_put(image, role, document, signed_bytes(document, bin_signers(ring)))
-    if due:
-        _publish_heads(image, ring, now)
+    published = publisher_advance(image, ring, now)
+    left = HEADS & set(due_roles(image, now))
+    if left and not holds_heads(_root(IMAGE), ring):
+        logger.warning("due, and no key here may sign it: %s", ", ".join(sorted(left)))
+    if is_due and not published:
+        # Only machines with other keys can go on.
+        Repository.objects.filter(pk=image.pk).update(refresh_at=now + RETRY)
     files_forget(image, now - KEEP_SUPERSEDED)
-    _warn_of_offline_expiry(image, now)
-    return due
+    for row in expiries(now):
+        if is_near(row):
+            logger.warning("%s", row)
+    return published
 
 
 def assignment_sign(
@@ -208,7 +218,7 @@ def assignment_sign(
     target = target_file(path, length, bundle.manifest_sha256, assignment.to_json())
     expires = expiry("assignment", now)
     document = Metadata(Targets(version=assignment_seq, expires=expires, targets={path: target}))
-    return signed_bytes(document, key_ring().signers(DIRECTOR, "targets"))
+    return _by_director(document)
 
 
 def rules_sign(*, order: RulesOrder, clock: Clock | None = None) -> bytes:
@@ -224,7 +234,7 @@ def rules_sign(*, order: RulesOrder, clock: Clock | None = None) -> bytes:
     document = Metadata(
         Targets(version=order.revision, expires=expires, targets={RULES_PATH: target})
     )
-    return signed_bytes(document, key_ring().signers(DIRECTOR, "targets"))
+    return _by_director(document)
 
 
 def trust_anchors() -> dict[str, Any]:
@@ -233,42 +243,48 @@ def trust_anchors() -> dict[str, Any]:
     Raises:
         SigningKeysError: The repositories were never set up.
     """
-    rows = {row.name: row for row in Repository.objects.filter(name__in=(IMAGE, DIRECTOR))}
-    anchors = {}
-    for name in (IMAGE, DIRECTOR):
-        repository = rows.get(name) or Repository(name=name)
-        anchors[f"{name}_root"] = json.loads(bytes(head(repository, "root").data))
-    return anchors
-
-
-def bundle_path(bundle: Bundle) -> str:
-    """Return the TUF target path of a bundle's manifest."""
-    version = bundle.version
-    return target_path(version.model.name, version.release_seq, bundle.target.name)
-
-
-def _publish_heads(image: Repository, ring: KeyRing, now: datetime) -> None:
-    versions: Mapping[str, int] = head_versions(image)
-    named = {
-        role: number
-        for role, number in versions.items()
-        if role == "targets" or role.startswith(f"{BIN_PREFIX}-")
+    return {
+        f"{name}_root": json.loads(bytes(head(Repository(name=name), "root").data))
+        for name in (IMAGE, DIRECTOR)
     }
-    snapshot: Metadata[Snapshot] = new_snapshot(named, versions.get("snapshot", 0) + 1, now)
-    data = signed_bytes(snapshot, ring.signers(IMAGE, "snapshot"))
-    file_put(image, "snapshot", snapshot, data)
-    timestamp: Metadata[Timestamp] = new_timestamp(
-        snapshot.signed.version, data, versions.get("timestamp", 0) + 1, now
-    )
-    file_put(
-        image, "timestamp", timestamp, signed_bytes(timestamp, ring.signers(IMAGE, "timestamp"))
-    )
-    image.refresh_at = next_refresh(image)
-    image.save(update_fields=["refresh_at", "updated_at"])
 
 
-def _load(repository: Repository, role: str) -> Metadata[Targets]:
-    return Metadata[Targets].from_bytes(bytes(head(repository, role).data))
+def _by_director(document: Metadata[Targets]) -> bytes:
+    """Return a document signed by the online key that the newest director root names."""
+    root = _root(DIRECTOR)
+    add_signatures(document, key_ring().signers(DIRECTOR, root.roles[Targets.type].keyids))
+    if not is_signed_for(root, Targets.type, document):
+        raise SigningKeysError(
+            "this machine lacks the key that the director root names for assignments",
+            hint="`manage.py keys_status` shows which; keys.json must list it",
+        )
+    return to_bytes(document)
+
+
+def _root(repository: str) -> Root:
+    return _parsed_root(bytes(head(Repository(name=repository), "root").data))
+
+
+@lru_cache(maxsize=4)
+def _parsed_root(data: bytes) -> Root:
+    return Metadata[Root].from_bytes(data).signed
+
+
+def _drafts_wait_here() -> bool:
+    """Return whether a draft waits for a key of this machine, or only for being published."""
+    waiting = list(
+        MetadataDraft.objects.filter(repository__name=IMAGE)
+        .exclude(role=Targets.type)
+        .values_list("waits_for", flat=True)
+    )
+    if not waiting:
+        return False
+    ring = key_ring()
+    mine = ring.keyids()
+    return any(
+        mine & set(keyids) if keyids else bool(ring.public(IMAGE, "timestamp"))
+        for keyids in waiting
+    )
 
 
 def _delta_offer(bundle: Bundle, delta: Delta | None) -> DeltaOffer | None:
@@ -281,10 +297,3 @@ def _delta_offer(bundle: Bundle, delta: Delta | None) -> DeltaOffer | None:
         sha256=delta.sha256,
         size_bytes=delta.size_bytes,
     )
-
-
-def _warn_of_offline_expiry(image: Repository, now: datetime) -> None:
-    for role in ("root", "targets"):
-        left = head(image, role).expires_at - now
-        if left < timedelta(days=30):
-            logger.warning("image %s expires in %d days: hold a signing ceremony", role, left.days)

@@ -6,12 +6,26 @@
 import os
 
 from celery import Celery
+from celery.signals import worker_init
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "dashboards.conf.settings")  # noqa: TID251 -- Django's own switch
 
 app = Celery("sparsefleet")
 app.config_from_object("django.conf:settings", namespace="CELERY")
 app.autodiscover_tasks(["builds", "fleet"])
+
+
+@worker_init.connect
+def _refuse(**_kwargs: object) -> None:
+    from django.core.exceptions import ImproperlyConfigured
+
+    from builds.checks import refuse_to_start
+
+    try:
+        refuse_to_start()
+    except ImproperlyConfigured as error:
+        # Celery logs other exceptions of a receiver, and goes on.
+        raise SystemExit(f"error: {error}") from error
 
 
 @app.on_after_finalize.connect

@@ -8,7 +8,7 @@ friends set. A secret may also come from a file: set `<NAME>_FILE`.
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -43,7 +43,27 @@ class Environment(BaseSettings):
     broker_url: str = Field(
         "", description="For example redis://host/0; a folder in state_dir when empty."
     )
-    signing_keys: str = Field("", description="Folder of signing keys; state_dir/keys when empty.")
+    signing_keys: str = Field(
+        "", description="Folder of keys.json, online keys; state_dir/keys when empty."
+    )
+    offline_keys: str = Field(
+        "",
+        description="Folder of offline keys, for development and the demo alone;"
+        " state_dir/keys-offline when empty.",
+    )
+    demo_keys: bool = Field(
+        False,
+        description="Let online roles sign with plain files although debug is off, as the demo"
+        " does; never with a database server.",
+    )
+    release_approval: Literal["operator", "automatic"] = Field(
+        "operator",
+        description="Whether a person approves each bundle before it is signed and offered.",
+    )
+    pkcs11_library: str = Field(
+        "", description="PKCS#11 library of the token that hsm: keys are in."
+    )
+    pkcs11_pin: str = Field("", description="PIN of that token.")
     blob_dir: str = Field(
         "", description="Folder of content-addressed blobs; state_dir/blobs when empty."
     )
@@ -95,7 +115,7 @@ class Environment(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _secrets_from_files(cls, values: dict[str, object]) -> dict[str, object]:
-        for name in ("secret_key", "database_url", "broker_url"):
+        for name in ("secret_key", "database_url", "broker_url", "pkcs11_pin"):
             path = os.environ.get(f"SPARSEFLEET_{name.upper()}_FILE")
             if path and not values.get(name):
                 values[name] = Path(path).read_text(encoding="utf-8").strip()
@@ -113,14 +133,38 @@ class Environment(BaseSettings):
 
     @property
     def key_path(self) -> Path:
-        """Return the folder of signing keys."""
+        """Return the folder of online signing keys."""
         return Path(self.signing_keys) if self.signing_keys else self.state_dir / "keys"
+
+    @property
+    def offline_key_path(self) -> Path:
+        """Return the folder of offline keys: a folder a holder."""
+        return Path(self.offline_keys) if self.offline_keys else self.state_dir / "keys-offline"
+
+    @property
+    def allows_file_keys(self) -> bool:
+        """Return whether online roles may sign with plain files."""
+        return self.debug or (self.demo_keys and not self.database_url)
+
+    def pin(self, _secret: str) -> str:
+        """Return the PIN of the PKCS#11 token.
+
+        Raises:
+            ValueError: None is set.
+        """
+        if not self.pkcs11_pin:
+            raise ValueError("set SPARSEFLEET_PKCS11_PIN_FILE")
+        return self.pkcs11_pin
 
 
 @lru_cache(maxsize=1)
 def environment() -> Environment:
     """Return the settings of this process, read once."""
-    return Environment()
+    found = Environment()
+    if found.pkcs11_library:
+        # Where securesystemslib looks for it.
+        os.environ["PYKCS11LIB"] = found.pkcs11_library
+    return found
 
 
 def child_environment(**overrides: str) -> dict[str, str]:

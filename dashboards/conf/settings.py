@@ -157,5 +157,6 @@ LOGGING = {
             "level": "ERROR"
         },  # TUF clients ask for the next root until there is none
         "httpx": {"level": "WARNING"},
+        "tuf": {"level": "WARNING"},  # names every signature that a half-signed document lacks
     },
 }

@@ -11,6 +11,9 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "dashboards.conf.settings")  # n
 
 django_application = get_wsgi_application()
 
-from fleet.edge import wrap  # noqa: E402 -- needs the apps to be loaded
+from builds.checks import refuse_to_start  # noqa: E402 -- needs the apps to be loaded
+from fleet.edge import wrap  # noqa: E402 -- the same
+
+refuse_to_start()
 
 application = wrap(django_application)

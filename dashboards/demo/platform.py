@@ -83,6 +83,8 @@ def platform_environment(state: Path, probation_s: float) -> Mapping[str, str]:
         SPARSEFLEET_STATE_DIR=str(state),
         SPARSEFLEET_DATABASE_URL="",
         SPARSEFLEET_BROKER_URL="",
+        SPARSEFLEET_DEMO_KEYS="1",
+        SPARSEFLEET_RELEASE_APPROVAL="automatic",
         SPARSEFLEET_POLL_AFTER_S=POLL_AFTER_S,
         SPARSEFLEET_TICK_S=TICK_S,
         SPARSEFLEET_PROBATION_S=str(probation_s),

@@ -1,13 +1,17 @@
-"""One bundle, and the manifest that is signed for it, byte for byte."""
+"""One bundle, its approval, and the manifest that is signed for it, byte for byte."""
 
 from typing import Final
 
-from django.http import HttpRequest, HttpResponse
-from django.views.decorators.http import require_safe
+from django.contrib import messages
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.shortcuts import redirect
+from django.views.decorators.http import require_POST, require_safe
 
 from builds.common.auth import Actor
+from builds.common.roles import Permission
 from builds.selectors.pages import SectionRow
 from builds.selectors.pages import bundle_detail as find_bundle
+from builds.services.approvals import release_approve
 from compiler.contract.manifest import target_path
 from dashboards.pages import page, show
 from fleet.selectors.pages import devices_running
@@ -30,6 +34,18 @@ def _detail(request: HttpRequest, actor: Actor, manifest_sha256: str) -> HttpRes
     return show(request, actor, "bundle_detail", context)
 
 
+def _approve(request: HttpRequest, actor: Actor, manifest_sha256: str) -> HttpResponseBase:
+    bundle = find_bundle(manifest_sha256=manifest_sha256).bundle
+    for row in release_approve(actor=actor, bundles=[bundle]):
+        messages.success(
+            request,
+            "Approved, signed and published."
+            if row.published_at
+            else "Approved: it is published as soon as the machine with the other key has signed.",
+        )
+    return redirect("bundle-detail", manifest_sha256=manifest_sha256)
+
+
 def _is_expert(row: SectionRow) -> bool:
     return row.section.component.startswith(EXPERT_PREFIX)
 
@@ -46,3 +62,4 @@ def _manifest(request: HttpRequest, actor: Actor, manifest_sha256: str) -> HttpR
 
 bundle_detail = require_safe(page(_detail))
 bundle_manifest = require_safe(page(_manifest))
+bundle_approve = require_POST(page(_approve, needs=Permission.RELEASE_APPROVE))

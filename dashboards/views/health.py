@@ -2,6 +2,9 @@
 
 from django.db import connection
 from django.http import HttpRequest, JsonResponse
+from django.utils import timezone
+
+from builds.selectors.expiry import expiries, is_near
 
 
 def healthz(_request: HttpRequest) -> JsonResponse:
@@ -9,6 +12,8 @@ def healthz(_request: HttpRequest) -> JsonResponse:
 
 
 def readyz(_request: HttpRequest) -> JsonResponse:
+    """Say that the database answers, and which signed metadata is about to end."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT 1")
-    return JsonResponse({"status": "ready"})
+    warnings = [str(row) for row in expiries(timezone.now()) if is_near(row)]
+    return JsonResponse({"status": "ready", "warnings": warnings})

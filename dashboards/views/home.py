@@ -11,7 +11,8 @@ from django.views.decorators.http import require_safe
 
 from builds.common.auth import Actor
 from builds.common.roles import Permission
-from builds.selectors.pages import audit_list, failed_builds
+from builds.selectors.expiry import expiries, is_near
+from builds.selectors.pages import audit_list, bundles_waiting, failed_builds
 from dashboards.kpis import overview_kpis
 from dashboards.pages import page, show
 from fleet.selectors import pages as fleet_pages
@@ -44,7 +45,7 @@ def _overview(request: HttpRequest, actor: Actor) -> HttpResponse:
         "kpis": overview_kpis(
             counts, fleet_pages.measured_since(now - timedelta(hours=1)), len(active)
         ),
-        "attention": [*_rollouts(now), *_builds(now), *_devices(now, counts)],
+        "attention": [*_signing(now), *_rollouts(now), *_builds(now), *_devices(now, counts)],
         "rows": active,
         "running": [
             (f"{row.model} {row.version}" if row.version else "nothing yet", row.devices)
@@ -54,6 +55,28 @@ def _overview(request: HttpRequest, actor: Actor) -> HttpResponse:
         "events": audit_list()[:EVENTS] if actor.may(Permission.AUDIT_VIEW) else (),
     }
     return show(request, actor, "overview", context, fragment="_overview_live")
+
+
+def _signing(now: datetime) -> Iterator[Attention]:
+    for row in expiries(now):
+        if is_near(row):
+            yield Attention(
+                "expiring",
+                "",
+                str(row),
+                "Devices refuse updates once it has expired; see the runbook about signing.",
+                reverse("audit"),
+                row.expires_at if row.expires_at < now else None,
+            )
+    for bundle in bundles_waiting(limit=ITEMS):
+        yield Attention(
+            "awaiting_approval",
+            "",
+            f"{bundle.version.model.name} {bundle.version.version} for {bundle.target.name}",
+            "Built; no device is offered it before somebody approves.",
+            reverse("bundle-detail", args=[bundle.manifest_sha256]),
+            bundle.created_at,
+        )
 
 
 def _rollouts(now: datetime) -> Iterator[Attention]:

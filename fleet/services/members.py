@@ -75,7 +75,9 @@ def rollout_members(rollout: Rollout) -> Members:
     """Return the devices that the rollout may reach now. Four queries."""
     bundles = {
         bundle.target_id: bundle
-        for bundle in Bundle.objects.filter(version_id=rollout.version_id).defer("manifest")
+        for bundle in Bundle.objects.filter(
+            version_id=rollout.version_id, published_at__isnull=False
+        ).defer("manifest")
     }
     treated = frozenset(
         Enrolment.objects.filter(rollout_id=rollout.pk, arm=Arm.TREATMENT.value).values_list(

@@ -113,14 +113,16 @@ def network_require(request: RolloutRequest) -> None:
 
 
 def bundles_check(rollout: Rollout, *, now: datetime) -> None:
-    """Move a compiling rollout on when its bundles are there; ask for those that are not.
+    """Move a compiling rollout on when its bundles are published; ask for those that are not.
 
     Inside the caller's transaction, which holds the rollout's row.
     """
     if rollout.state != RolloutState.COMPILING:
         return
     targets = {device.target_id: device.target for device in group_devices(rollout.group)}
-    have = Bundle.objects.filter(version=rollout.version, target_id__in=targets)
+    have = Bundle.objects.filter(
+        version=rollout.version, target_id__in=targets, published_at__isnull=False
+    )
     missing = targets.keys() - set(have.values_list("target_id", flat=True))
     for target_id in sorted(missing):
         job = build_request(version=rollout.version, target=targets[target_id])

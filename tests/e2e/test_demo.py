@@ -21,7 +21,11 @@ def users_environment() -> dict[str, str]:
 
 
 def test_its_first_commands_share_one_state(tmp_path: Path) -> None:
-    environment = {**users_environment(), "SPARSEFLEET_STATE_DIR": str(tmp_path)}
+    environment = {
+        **users_environment(),
+        "SPARSEFLEET_STATE_DIR": str(tmp_path),
+        "SPARSEFLEET_DEMO_KEYS": "1",
+    }
     for command in (["migrate", "--verbosity", "0"], ["keys_init"]):
         done = subprocess.run(
             [sys.executable, str(ROOT / "manage.py"), *command],

@@ -6,6 +6,7 @@ import itertools
 import json
 
 from django.contrib.auth.models import User
+from django.utils import timezone
 
 from builds.common.roles import Role
 from builds.models import (
@@ -126,8 +127,10 @@ def make_bundle(
     version: ModelVersion | None = None,
     target: Target | None = None,
     sections: dict[str, bytes] | None = None,
+    *,
+    published: bool = True,
 ) -> Bundle:
-    """Return a ready bundle with real sections in the blob store; it is not published."""
+    """Return a ready bundle with real sections in the blob store; its manifest is not signed."""
     version = version or make_version()
     target = target or make_target()
     sections = sections or {
@@ -144,6 +147,7 @@ def make_bundle(
         manifest=manifest,
         total_bytes=sum(len(data) for data in sections.values()),
         verified_on="host",
+        published_at=timezone.now() if published else None,
     )
     for component, data in sections.items():
         BundleSection.objects.create(

@@ -32,6 +32,8 @@ class Platform:
             **base,
             "SPARSEFLEET_STATE_DIR": str(folder),
             "SPARSEFLEET_NO_BOOTSTRAP": "1",
+            "SPARSEFLEET_DEBUG": "1",  # keys are files
+            "SPARSEFLEET_RELEASE_APPROVAL": "automatic",
             "DJANGO_SETTINGS_MODULE": "dashboards.conf.settings",
             "PYTHONWARNINGS": "ignore",
             **{f"SPARSEFLEET_{name.upper()}": value for name, value in settings.items()},

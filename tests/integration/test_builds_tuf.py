@@ -20,11 +20,12 @@ from tuf.api.metadata import Metadata, Root, Targets
 from tuf.ngclient import Updater
 
 from builds.errors import BuildOutputError, SigningKeysError
+from builds.metadata import new_timestamp, signed_bytes
 from builds.models import Bundle, MetadataFile, Repository
 from builds.services import signing
+from builds.services.publishing import bundle_path
 from builds.services.signing import (
     assignment_sign,
-    bundle_path,
     keys_generate,
     metadata_refresh,
     release_publish,
@@ -35,6 +36,7 @@ from compiler.contract.manifest import parse_manifest
 from compiler.contract.protocol import OfferKind, assignment_from_json
 from tests.conftest import FakeClock
 from tests.factories.builds import make_bundle, make_model, make_target, make_version
+from tests.factories.ceremonies import keyids_of, stock_client
 
 pytestmark = pytest.mark.django_db(transaction=True)
 MetadataJson = dict[str, Any]
@@ -50,19 +52,7 @@ def repository(clock: FakeClock) -> None:
 def client(live_server: Any, tmp_path: Path, repository: None) -> Callable[[], Updater]:
     """Return a maker of clients that share one cache, as restarts of one device do."""
     root = json.dumps(trust_anchors()["image_root"]).encode()
-    for name in ("metadata", "targets"):
-        (tmp_path / name).mkdir()
-
-    def make() -> Updater:
-        return Updater(
-            metadata_dir=str(tmp_path / "metadata"),
-            metadata_base_url=f"{live_server.url}/tuf/image/metadata/",
-            target_dir=str(tmp_path / "targets"),
-            target_base_url=f"{live_server.url}/tuf/image/targets/",
-            bootstrap=root,
-        )
-
-    return make
+    return lambda: stock_client(live_server.url, tmp_path, root)
 
 
 def fetch(client: Callable[[], Updater], bundle: Bundle) -> bytes:
@@ -210,8 +200,9 @@ def test_a_client_refuses_metadata_that_was_frozen(
     row = MetadataFile.objects.get(name="timestamp.json")
     clock.at = datetime.now(UTC) - timedelta(days=3)
     signing.metadata_refresh(clock=clock)
-    stale = signing.new_timestamp(1, b"x", 2, clock.at)
-    data = signing.signed_bytes(stale, signing.key_ring().signers("image", "timestamp"))
+    stale = new_timestamp(1, b"x", 2, clock.at)
+    [key] = keyids_of("image", "root", "timestamp")
+    data = signed_bytes(stale, signing.key_ring().signers("image", [key]))
     MetadataFile.objects.filter(pk=row.pk).update(data=data)
     with pytest.raises(ExpiredMetadataError):
         client().refresh()
@@ -224,7 +215,7 @@ def test_it_signs_again_before_the_end_and_not_earlier(
     release_publish(bundles=[bundle], clock=clock)
     assert metadata_refresh(clock=clock) == []
     clock.advance(13 * 3600)
-    assert metadata_refresh(clock=clock) == ["timestamp"]
+    assert metadata_refresh(clock=clock) == ["snapshot", "timestamp"]
     assert metadata_refresh(clock=clock) == []
     clock.advance(21 * 86_400)
     due = metadata_refresh(clock=clock)
@@ -304,9 +295,14 @@ def test_it_needs_keys_to_publish() -> None:
 
 
 def test_it_never_overwrites_keys_and_hides_them(state_dir: Path, repository: None) -> None:
-    files = list((state_dir / "keys").iterdir())
-    assert len(files) == 13
-    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    online = list((state_dir / "keys").iterdir())
+    assert len(online) == 1 + 5
+    folders = list((state_dir / "keys-offline").iterdir())
+    assert len(folders) == 3 + 2 + 2
+    offline = [file for folder in folders for file in folder.iterdir()]
+    assert {file.name for file in offline} == {"key.pem", "public.json"}
+    assert {file.stat().st_mode & 0o777 for file in (*online, *offline)} == {0o600}
+    assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
     with pytest.raises(SigningKeysError, match="never overwritten"):
         keys_generate()
 

@@ -1,23 +1,28 @@
 """Roles, tokens, sessions, the first users, and the audit chain."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from django.conf import settings as django_settings
 from django.contrib.auth import authenticate
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management import CommandError, call_command
 from django.test import Client
 
-from builds.checks import check_signing_keys
+from builds.checks import check_production_keys, check_signing_keys, refuse_to_start
 from builds.common.audit import audit, first_broken_line
 from builds.common.auth import Actor, require, token_actor, token_create, user_actor
 from builds.common.errors import ForbiddenError
 from builds.common.roles import ROLE_PERMISSIONS, Permission, Role, roles_with
+from builds.errors import SigningKeysError
 from builds.models import ApiToken, AuditEvent, Membership
-from builds.services.signing import keys_generate
+from builds.services.signing import key_ring, keys_generate
 from tests.factories.builds import make_model, make_user
 
 pytestmark = pytest.mark.django_db
@@ -106,13 +111,10 @@ def run(stream: StringIO, *options: str) -> None:
 
 
 def test_it_names_keys_that_others_can_read_or_that_are_broken(
-    state_dir: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+    state_dir: Path,
 ) -> None:
     assert check_signing_keys() == []
     keys_generate()
-    monkeypatch.setattr(settings.SPARSEFLEET, "database_url", "postgres://host/db")
-    assert [m.id for m in check_signing_keys()] == ["builds.W001"]
-    monkeypatch.setattr(settings.SPARSEFLEET, "database_url", "")
     assert check_signing_keys() == []
     folder = state_dir / "keys"
     (folder / "image-build-1.pem").chmod(0o644)
@@ -120,8 +122,80 @@ def test_it_names_keys_that_others_can_read_or_that_are_broken(
         ("builds.E001", True)
     ]
     (folder / "image-build-1.pem").chmod(0o600)
-    (folder / "keys.json").write_text('{"schema": "sparsefleet.keys/1"}')
+    (folder / "keys.json").write_text('{"schema": "sparsefleet.keys/2"}')
     assert [m.id for m in check_signing_keys()] == ["builds.E002"]
+    with pytest.raises(ImproperlyConfigured, match=r"builds\.E002"):
+        refuse_to_start()
+
+
+def test_it_refuses_files_as_keys_and_offline_keys_in_production(
+    state_dir: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = settings.SPARSEFLEET
+    keys_generate()
+    refuse_to_start()
+    for name, value in (("debug", False), ("demo_keys", True)):
+        monkeypatch.setattr(chosen, name, value)
+    monkeypatch.setattr(chosen, "database_url", "")
+    refuse_to_start()
+    monkeypatch.setattr(chosen, "database_url", "postgres://host/db")
+    assert [m.id for m in check_production_keys()] == ["builds.E003", "builds.E004", "builds.E005"]
+    monkeypatch.setattr(chosen, "demo_keys", False)
+    assert [m.id for m in check_production_keys()] == ["builds.E004", "builds.E005"]
+    assert all(message.is_serious() and message.hint for message in check_production_keys())
+    with pytest.raises(ImproperlyConfigured, match="plain files would sign for image build"):
+        refuse_to_start()
+    with pytest.raises(SigningKeysError, match="plain files"):
+        key_ring()
+    # With tokens in the list, and the offline keys with their holders, it starts.
+    (state_dir / "keys-offline").rename(state_dir / "away")
+    index = state_dir / "keys" / "keys.json"
+    document = json.loads(index.read_text())
+    for roles in (document["image"], document["director"]):
+        for slots in roles.values():
+            for number, slot in enumerate(slots, 1):
+                slot["uri"] = f"hsm:{number}?label=x"
+    index.write_text(json.dumps(document))
+    assert check_production_keys() == []
+    refuse_to_start()
+    document["image"]["root"] = document["image"]["build"]
+    index.write_text(json.dumps(document))
+    assert [m.id for m in check_production_keys()] == ["builds.E005"]
+
+
+def test_keys_never_make_themselves_in_production(
+    state_dir: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings.SPARSEFLEET, "debug", False)
+    with pytest.raises(CommandError, match="not made by themselves"):
+        call_command("keys_init")
+    assert not (state_dir / "keys").exists()
+    assert not (state_dir / "keys-offline").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-c", "import dashboards.conf.wsgi"],
+        ["-m", "celery", "-A", "dashboards.conf.celery", "worker", "--pool", "solo"],
+    ],
+    ids=["web", "worker"],
+)
+def test_neither_web_nor_worker_starts_with_files_as_keys(
+    state_dir: Path, command: list[str]
+) -> None:
+    keys_generate()
+    run = subprocess.run(
+        [sys.executable, *command],
+        cwd=django_settings.BASE_DIR,
+        env={"SPARSEFLEET_STATE_DIR": str(state_dir), "SPARSEFLEET_NO_BOOTSTRAP": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert run.returncode != 0
+    assert "builds.E004: plain files would sign for image build" in run.stderr
 
 
 def test_it_makes_keys_and_metadata_once_on_the_command_line(
@@ -135,6 +209,7 @@ def test_it_makes_keys_and_metadata_once_on_the_command_line(
     assert before == {path.name: path.read_bytes() for path in (state_dir / "keys").iterdir()}
     for path in (state_dir / "keys").iterdir():
         path.unlink()
+    assert list((state_dir / "keys-offline").iterdir())
     with pytest.raises(CommandError, match="restore them"):
         call_command("keys_init")
 
