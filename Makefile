@@ -1,7 +1,7 @@
 # Developers' targets. Users need none of them: `python3 manage.py demo` and `python3 manage.py test` set up everything.
 PY ?= .venv/bin/python
 
-.PHONY: help env check format test full states openapi bench-answer bench-bits bench-compile bench-decode bench-kernels bench-layouts bench-leak bench-policy bench-prune bench-routing bench-runtime bench-slices demo lock lock-exporters peers
+.PHONY: help env check format test full states openapi bench-answer bench-bits bench-compile bench-decode bench-kernels bench-layouts bench-leak bench-policy bench-prune bench-publish bench-routing bench-runtime bench-slices demo lock lock-exporters peers
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -69,6 +69,9 @@ bench-routing: env ## Steered routers of EdgeCard: experts loaded with 25 to 75 
 
 bench-prune: env ## Adaptive pruning of EdgeCard: accuracy, rows kept, time
 	$(PY) -m benchmarks.prune --check
+
+bench-publish: env ## 80 releases published among 100,000: seconds, and bytes a device downloads
+	$(PY) -m benchmarks.publish --check
 
 bench-runtime: env ## A model larger than its memory: misses, time, first token, memory, against LRU over malloc
 	$(PY) -m benchmarks.runtime --check
