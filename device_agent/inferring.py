@@ -76,6 +76,7 @@ def infer(config: AgentConfig, asked: Inference) -> int:
         with _cancelled_by_ctrl_c(generation):
             _print(generation, runtime.manifest_sha256, asked)
         note(told(generation.stats, generation.reason))
+        generation.require_answered()
     return _STATUS.get(generation.reason or Reason.ERROR, EXIT_OK)
 
 
@@ -95,6 +96,7 @@ def opened(config: AgentConfig, asked: Inference) -> MoERuntime:
         rules=degrade_rules(config),
         pool=WeightPool(config.max_weight_bytes),
         steers=config.steering != "off",
+        timeout_s=config.answer_timeout_s,
     )
 
 
@@ -106,7 +108,9 @@ def told(stats: Stats, reason: Reason | None) -> str:
     if stats.tokens_per_s is not None:
         parts.append(f"then {stats.tokens_per_s:.0f} tokens/s")
     if stats.degraded:
-        parts.append("degraded")
+        parts.append(f"degraded ({', '.join(stats.reasons)})")
+    if stats.faults:
+        parts.append(f"met on the way: {', '.join(stats.faults)}")
     return ", ".join(parts)
 
 

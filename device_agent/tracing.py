@@ -18,6 +18,7 @@ from device_agent.config import AgentConfig
 from device_agent.errors import BundleError, ConfigurationError
 from device_agent.ports import native_engine
 from device_agent.runtime.answers import BundleAnswerer, Question
+from device_agent.runtime.assembly import Assembly
 from device_agent.runtime.bundle import installed_bundle, load_bundle
 
 
@@ -47,7 +48,7 @@ def trace_answers(
     spans: list[Event] = []
     try:
         engine.tune(bundle)
-        answerer = BundleAnswerer(bundle, config.answer_timeout_s)
+        answerer = BundleAnswerer(Assembly(bundle), config.answer_timeout_s)
         answer_line(answerer, asked[0])
         with traced(plan) as trace:
             for question in asked:

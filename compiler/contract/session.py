@@ -217,12 +217,23 @@ def answering(
     """
     if pipeline.tokens is None:
         raise ContractError("this bundle does not answer in words")
+    room = require_room(pipeline, prompt, seen)
+    return _answering(pipeline, pipeline.tokens, prompt, room, manner)
+
+
+def require_room(pipeline: Pipeline, prompt: Sequence[int], seen: int) -> int:
+    """Return how many rows there are behind the first `seen` ones of the cache.
+
+    Raises:
+        ContractError: The prompt is empty.
+        LimitExceededError: The prompt leaves no room for an answer.
+    """
     if not prompt:
         raise ContractError("an empty prompt has no answer")
     room = pipeline.max_context - seen
     if len(prompt) > room:
         raise LimitExceededError(f"prompt of {len(prompt)} tokens, room for {room}")
-    return _answering(pipeline, pipeline.tokens, prompt, room, manner)
+    return room
 
 
 def _answering(

@@ -173,6 +173,9 @@ class TelemetryBatch:
         gauges: The present values of those of `GAUGES` that are known.
         degraded_by: Degraded answers by reason: kinds of faults, signals of rules. An answer may
             have several.
+        drain: Sketch of what the battery lost per hour of answering, thousandths of a percent: one
+            value per window of ten minutes of answering while it discharges, by its own counter. A
+            device without one sends none, and no model's figure is ever in it.
     """
 
     boot_id: str
@@ -189,11 +192,14 @@ class TelemetryBatch:
     latency_ms: Sketch
     gauges: Mapping[str, int] = field(default_factory=dict)
     degraded_by: Mapping[str, int] = field(default_factory=dict)
+    drain: Sketch = field(default_factory=Sketch)
 
     def to_bytes(self) -> bytes:
         """Return the canonical JSON body."""
+        drain: dict[str, Json] = {"drain": self.drain.to_json()} if self.drain.count else {}
         return canonical_bytes(
             {
+                **drain,
                 "schema": SCHEMA,
                 "boot_id": self.boot_id,
                 "seq": self.seq,
@@ -237,6 +243,7 @@ def parse_batch(data: bytes) -> TelemetryBatch:
         latency_ms=sketch_from_json(document.get("latency_ms")),
         gauges=_gauges(document.get("gauges", {})),
         degraded_by=_reasons(document.get("degraded_by", {})),
+        drain=sketch_from_json(document.get("drain", [])),
         **counts,
     )
     _require_consistent(batch)
@@ -285,7 +292,8 @@ def _is_gauge(value: object) -> TypeGuard[int]:
 
 def _require_consistent(batch: TelemetryBatch) -> None:
     reasons = max(batch.degraded_by.values(), default=0)
-    parts = (batch.failures, batch.scored, batch.degraded, batch.latency_ms.count, reasons)
+    sketched = max(batch.latency_ms.count, batch.drain.count)
+    parts = (batch.failures, batch.scored, batch.degraded, sketched, reasons)
     if max(parts) > batch.answers or batch.correct > batch.scored:
         raise ContractError("telemetry counts contradict each other")
 

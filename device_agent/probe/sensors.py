@@ -146,13 +146,22 @@ def _battery(folder: Path) -> Battery:
         coulombs = _scaled(folder / "charge_now", MICRO * SECONDS_PER_HOUR)
         watts = amperes * volts if watts is None and amperes is not None else watts
         joules = coulombs * volts if joules is None and coulombs is not None else joules
-    percent = _number(folder / "capacity")
+    percent = _percent(folder)
     return Battery(
         percent=percent if percent is not None and 0 <= percent <= 100 else None,
         is_discharging=status == "Discharging" if status not in {"", "Unknown"} else None,
         watts=None if watts is None else abs(watts),
         joules=joules if joules is not None and joules >= 0 else None,
     )
+
+
+def _percent(folder: Path) -> float | None:
+    """Return the charge of a battery, percent: of its counter where it says what is full."""
+    for kind in ("energy", "charge"):
+        now, full = _number(folder / f"{kind}_now"), _number(folder / f"{kind}_full")
+        if now is not None and full is not None and 0 <= now <= full and full > 0:
+            return 100.0 * now / full
+    return _number(folder / "capacity")
 
 
 def _scaled(path: Path, factor: float) -> float | None:

@@ -1,37 +1,22 @@
 """Questions and answers, as the rest of the agent sees them."""
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from typing import Final, Protocol
 
-from compiler.contract.bands import BandedRunner
 from compiler.contract.degrade import Rung
 from compiler.contract.errors import ContractError
-from compiler.contract.pager import PagerSwitch
-from compiler.contract.pipeline import Pipeline
-from compiler.contract.policy import PLAIN
-from compiler.contract.session import Buffer, PlanRunner, RunnerBefore, Session
+from compiler.contract.session import Session
 from device_agent.errors import AnswerError, RequestError
-from device_agent.runtime.bundle import ClosableRunner, LoadedBundle
-from device_agent.runtime.degrade_keeper import DegradeKeeper, rungs_of
-from device_agent.runtime.energy import EnergyMeter, Work
+from device_agent.runtime.assembly import Assembly
 from device_agent.runtime.faults import AS_ASKED, FaultKind, Way, kind_of
-from device_agent.runtime.keeper import PolicyKeeper
-from device_agent.runtime.residency import Residency
-from device_agent.runtime.rungs import take_rung
-from device_agent.runtime.sentinel import SentinelRunner
-from device_agent.runtime.steering_keeper import SteeringKeeper
-from device_agent.runtime.work import WorkRunner
 
 log = logging.getLogger("device_agent.runtime")
 
-SUBSTITUTED: Final = "substituted"
-"""Why an answer is degraded that did without an expert which might not be loaded."""
 _SECOND_MS: Final = 1_000.0
 
 
@@ -74,6 +59,8 @@ class AnswerRecord:
         degraded: Whether the device did less for it than the bundle asks for.
         faults: What went wrong on the way, in order; an answer may still have come of it.
         reasons: Why it is degraded: kinds of faults, or signals of the rules in effect.
+        drain: Percent that the battery lost per hour of answering, over the window that this answer
+            ended; None if it ended none, or nothing counts.
     """
 
     manifest_sha256: str
@@ -85,6 +72,7 @@ class AnswerRecord:
     degraded: bool = False
     faults: tuple[FaultKind, ...] = ()
     reasons: tuple[str, ...] = ()
+    drain: float | None = None
 
     @property
     def failed(self) -> bool:
@@ -113,115 +101,42 @@ class Answerer(Protocol):
         """Free the native memory."""
 
 
-class TimeoutRunner(RunnerBefore):
-    """A plan that stops between two native calls when the answer takes too long."""
-
-    def __init__(self, runner: PlanRunner, monotonic: Callable[[], float]) -> None:
-        super().__init__(runner)
-        self._monotonic = monotonic
-        self.deadline = float("inf")
-
-    def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
-        """Run one program.
-
-        Raises:
-            TimeoutError: The deadline has passed.
-            ContractError: The plan ended with an error status.
-        """
-        if self._monotonic() > self.deadline:
-            raise TimeoutError
-        return self._runner.run(program, inputs)
-
-
 class BundleAnswerer:
     """Answers with a loaded bundle: see the picture, ask, measure. One attempt each time."""
 
-    def __init__(
-        self,
-        bundle: LoadedBundle,
-        timeout_s: float,
-        monotonic: Callable[[], float] = time.perf_counter,
-        facts: Mapping[str, object] | None = None,
-        keeper: PolicyKeeper | None = None,
-        degrade: DegradeKeeper | None = None,
-        pager: PagerSwitch | Residency | None = None,
-        energy: EnergyMeter | None = None,
-        steering: SteeringKeeper | None = None,
-    ) -> None:
-        """Start a session; `keeper` and `degrade` see every answer and keep policy and rung.
+    def __init__(self, assembly: Assembly, timeout_s: float) -> None:
+        """Start a session.
 
         Args:
-            bundle: What answers.
+            assembly: What answers; closed with this.
             timeout_s: Limit of one answer, seconds.
-            monotonic: Clock in seconds.
-            facts: For `status`.
-            keeper: Of the policy.
-            degrade: Of the rung.
-            pager: Where experts come from, if they are paged; already told to the plan.
-            energy: Says what answers cost.
-            steering: Of the bundle's routers.
 
         Raises:
             ContractError: The bundle does not answer in words.
         """
-        self._sha256 = bundle.manifest_sha256
-        self._facts = dict(facts or {})
-        self._keeper = keeper
-        self._degrade = degrade
-        self._pager = pager
-        self._energy = energy
-        self._steering = steering
-        self._pipeline: Pipeline = bundle.pipeline
-        self._ladder = bundle.ladder
-        self._native: ClosableRunner = bundle.runner
-        nearest: PlanRunner = bundle.runner if steering is None else steering.runner
-        self._runner = TimeoutRunner(nearest, monotonic)
-        self._work = WorkRunner(self._runner, bundle.pipeline, bundle.work)
-        watched = SentinelRunner(self._work, bundle.pipeline)
-        self._bands = bundle.bands
-        self._banded = None if bundle.bands is None else BandedRunner(watched, bundle.bands)
-        self._session = Session(self._banded or watched, bundle.pipeline)
+        self._assembly = assembly
+        self._session = Session(assembly.runner, assembly.pipeline)
         self._timeout_s = timeout_s
-        self._monotonic = monotonic
 
     @property
     def manifest_sha256(self) -> str:
         """Return which bundle it is."""
-        return self._sha256
+        return self._assembly.manifest_sha256
 
     @property
     def facts(self) -> Mapping[str, object]:
         """Return what `status` shows of the running code."""
-        facts = dict(self._facts)
-        if self._keeper is not None:
-            facts["policy_now"] = self._keeper.facts()
-        if self._degrade is not None:
-            facts["rung"] = int(self._degrade.present)
-            facts["rules_revision"] = self._degrade.revision
-            facts["degrade"] = {
-                **self._degrade.facts(),
-                "planned_bytes": {rung.name.lower(): size for rung, size in self._ladder.items()},
-            }
-        if self._banded is not None:
-            facts["steps"] = dict(self._banded.ran)
-        if self._energy is not None:
-            facts["energy"] = self._energy.facts()
-            facts |= self._energy.gauges()
-        if isinstance(self._pager, Residency):
-            facts.update(self._pager.facts())
-        if self._steering is not None:
-            facts |= {"steering": self._steering.facts(), **self._steering.gauges()}
-        return facts
+        return self._assembly.facts
 
     @property
     def lost_threads(self) -> int:
         """Lent threads that have died."""
-        return self._native.lost_threads
+        return self._assembly.lost_threads
 
     @property
     def rungs(self) -> frozenset[Rung]:
         """Return the rungs that this bundle has here; a way beyond them changes nothing."""
-        return frozenset(rungs_of(self._bands, is_paged=self._pager is not None))
+        return self._assembly.rungs
 
     def understands(self, question: Question) -> bool:
         """Return whether the model knows every word and the size of the picture."""
@@ -239,21 +154,15 @@ class BundleAnswerer:
             way: How this attempt runs.
             limit_s: Stop earlier than the time of an answer says, seconds.
         """
-        reasons = self._take_rung(way)
-        if self._energy is not None:
-            self._energy.begin()
-        start = self._monotonic()
+        monotonic = self._assembly.monotonic
         limit_s = min(limit_s, self._timeout_s)
-        self._runner.deadline = start + limit_s
+        start = monotonic()
+        reasons = self._assembly.begin(way, start + limit_s)
         words, outcome, detail, fault = self._attempt(question, way)
-        if self._steering is not None and self._steering.answered():
-            reasons = (*reasons, SUBSTITUTED)
-        latency_ms = (self._monotonic() - start) * _SECOND_MS
-        if self._keeper is not None:
-            self._keeper.answered()
-        weight_bytes, operations = self._work.take()
-        if self._energy is not None:
-            self._energy.answered(Work(latency_ms / _SECOND_MS, weight_bytes, operations))
+        seconds = monotonic() - start
+        ending = self._assembly.ended(seconds)
+        reasons += ending.reasons
+        latency_ms = seconds * _SECOND_MS
         if outcome is Outcome.ENDED and latency_ms > limit_s * _SECOND_MS:
             outcome, detail, fault = Outcome.TIMEOUT, f"took {latency_ms:.0f} ms", FaultKind.TIMEOUT
         if fault is FaultKind.TIMEOUT:
@@ -263,7 +172,7 @@ class BundleAnswerer:
         correct = None if expected is None else outcome is Outcome.ENDED and words == expected
         faults = () if fault is None else (fault,)
         record = AnswerRecord(
-            self._sha256,
+            self.manifest_sha256,
             words,
             outcome,
             correct,
@@ -272,23 +181,22 @@ class BundleAnswerer:
             bool(reasons),
             faults,
             reasons,
+            ending.drain,
         )
-        if self._degrade is not None and fault is not FaultKind.BAD_INPUT:
-            self._degrade.answered(failed=record.failed, latency_ms=latency_ms)
+        if fault is not FaultKind.BAD_INPUT:
+            self._assembly.judged(failed=record.failed, latency_ms=latency_ms)
         return record
 
     def close(self) -> None:
         """Free the native memory; what was learned of experts is kept."""
-        if isinstance(self._pager, Residency):
-            self._pager.keep()
-        self._native.close()
+        self._assembly.close()
 
     def _attempt(
         self, question: Question, way: Way
     ) -> tuple[tuple[str, ...], Outcome, str, FaultKind | None]:
         try:
             self._require_understood(question)
-            with self._alone() if way.alone else nullcontext():
+            with self._assembly.alone() if way.alone else nullcontext():
                 return *self._ask(question), "", None
         except Exception as error:  # named by kind; nothing passes to the caller
             fault = kind_of(error)
@@ -296,29 +204,8 @@ class BundleAnswerer:
                 log.exception("an answer ended in an error of our own")
             return (), Outcome.ERROR, str(error) or type(error).__name__, fault
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Run on the caller's thread and by the plain policy; afterwards as before."""
-        threads, present = self._native.threads, None
-        if self._native.policy.is_supported:
-            present = self._native.policy.present
-            self._native.policy.publish(PLAIN.variants)
-        self._native.threads = 1
-        try:
-            yield
-        finally:
-            self._native.threads = threads
-            if present is not None:
-                self._native.policy.use(present)
-
-    def _take_rung(self, way: Way) -> tuple[str, ...]:
-        """Run the next answer on the present rung or by `way`; return why, if that changes it."""
-        rung = Rung.NORMAL if self._degrade is None else self._degrade.rung()
-        take_rung(rung, self._banded, self._pager, self._steering, way)
-        return self._degrade.reasons() if self._degrade and rung.changes_answers else ()
-
     def _require_understood(self, question: Question) -> None:
-        tokens, image = self._pipeline.tokens, self._pipeline.image
+        tokens, image = self._assembly.pipeline.tokens, self._assembly.pipeline.image
         if tokens is None:
             raise RequestError("this bundle does not answer in words")
         try:
@@ -330,7 +217,7 @@ class BundleAnswerer:
             raise RequestError(f"a picture of {len(question.image)} bytes, expected {wanted}")
 
     def _ask(self, question: Question) -> tuple[tuple[str, ...], Outcome]:
-        tokens = self._pipeline.tokens
+        tokens = self._assembly.pipeline.tokens
         assert tokens is not None
         if question.image:
             self._session.see(question.image)

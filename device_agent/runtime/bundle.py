@@ -9,7 +9,7 @@ Standard library and contract only: the self-test child starts fast.
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
@@ -137,6 +137,7 @@ class LoadedBundle:
         steering: Coefficients of its routers; None if nothing was judged.
         bias: By weight, what its routers lean by; empty for nothing.
         budget: What its weights may take, and the least it runs in, bytes; empty for no budget.
+        read: Returns the bytes of one of its `sections` as they lie on disk, verified.
     """
 
     manifest_sha256: str
@@ -151,6 +152,7 @@ class LoadedBundle:
     steering: SteeringPoints | None = None
     bias: tuple[float, ...] = ()
     budget: Mapping[str, int] = field(default_factory=dict)
+    read: Callable[[str], memoryview] = lambda name: _unread(name)
 
 
 def read_manifest(store: ObjectStore, sha256: str, size_bytes: int) -> ReleaseManifest:
@@ -314,7 +316,12 @@ def _load(
         steering=steering,
         bias=bias,
         budget=pool.facts(plan),
+        read=lambda name: source.read(named[name]),
     )
+
+
+def _unread(name: str) -> memoryview:
+    raise BundleError(f"section {name} cannot be read again")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
     RAPL or battery -> joules of an answer                          source `rapl` or `battery`
     else  E = idle t + per byte of weights + per operation          source `model`
+    battery -> percent it lost per hour of answering, one figure per window of ten minutes
 
 The model's default coefficients were never fitted to a device: `UNVERIFIED` says where they come
 from. `fit` fits them to a machine with a counter. Power that is not known is not zero.
@@ -9,7 +10,7 @@ from. `fit` fits them to a machine with a counter. Power that is not known is no
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +25,7 @@ MAX_SAMPLES: Final = 512
 FIT_EVERY: Final = 64
 """Answers by a counter between two fits; one takes less than a millisecond."""
 LEAST_ACTIVE_S: Final = 600.0
-"""Drain per active hour is not told of less."""
+"""Of answering, in a window; drain per active hour is not told of less."""
 HOUR_S: Final = 3600.0
 
 
@@ -127,10 +128,18 @@ def fit(samples: Sequence[tuple[Work, float]]) -> EnergyModel:
 
 @dataclass(frozen=True, slots=True)
 class Energy:
-    """Joules of one answer and who says so: `rapl`, `battery` or `model`."""
+    """What one answer took.
+
+    Attributes:
+        joules: Estimated where `source` says so.
+        source: Who says so: `rapl`, `battery` or `model`.
+        drain: Percent that the battery lost per hour of answering, over the window that this answer
+            ended, by the battery's own counter; None if it ended none. No model ever says this.
+    """
 
     joules: float
     source: str
+    drain: float | None = None
 
 
 class EnergyMeter:
@@ -172,8 +181,8 @@ class EnergyMeter:
         self._answers += 1
         if found.source == "rapl":
             self._calibrate(work, found.joules)
-        self._drain.answered(work.seconds, next(iter(sensors.batteries(self._root)), None))
-        return found
+        battery = next(iter(sensors.batteries(self._root)), None)
+        return replace(found, drain=self._drain.answered(work.seconds, battery))
 
     def watts(self) -> float | None:
         """Return the mean power while answering as counted; None where only the model speaks."""
@@ -228,21 +237,37 @@ class EnergyMeter:
 
 
 class Drain:
-    """What the battery lost per hour of answering, since it began to discharge."""
+    """What the battery lost per hour of answering, since it began to discharge and by window."""
 
     def __init__(self) -> None:
         self._first: sensors.Battery | None = None
         self._last: sensors.Battery | None = None
         self._active_s = 0.0
+        self._window: tuple[sensors.Battery, float] | None = None
+        """The battery when the window began, and seconds of answering since."""
 
-    def answered(self, seconds: float, battery: sensors.Battery | None) -> None:
-        """Count an answer; a battery that is charged begins anew."""
+    def answered(self, seconds: float, battery: sensors.Battery | None) -> float | None:
+        """Count an answer; a battery that is charged begins anew.
+
+        Returns:
+            Percent lost per active hour over the window that this answer ended; None if none.
+        """
         if battery is None or not battery.is_discharging:
-            self._first, self._last, self._active_s = None, None, 0.0
-            return
+            self._first = self._last = self._window = None
+            self._active_s = 0.0
+            return None
         self._first = self._first or battery
         self._last = battery
         self._active_s += seconds
+        if self._window is None:  # what it lost during this answer is not known
+            self._window = battery, 0.0
+            return None
+        began, active_s = self._window[0], self._window[1] + seconds
+        if active_s < LEAST_ACTIVE_S:
+            self._window = began, active_s
+            return None
+        self._window = battery, 0.0
+        return _lost(began.percent, battery.percent, active_s / HOUR_S)
 
     def facts(self) -> dict[str, float | None]:
         """Return joules and percent of charge lost per active hour; None where unknown."""

@@ -12,22 +12,14 @@ from compiler.contract.errors import ContractError
 from device_agent.errors import BundleError, SelfTestFailedError
 from device_agent.runtime.affinity import AUTO
 from device_agent.runtime.answers import Answerer, BundleAnswerer
+from device_agent.runtime.assembly import Opening
 from device_agent.runtime.bundle import LoadedBundle, load_bundle
-from device_agent.runtime.degrade import Counter, Observation
-from device_agent.runtime.degrade_keeper import (
-    DEFAULT_RULES,
-    DegradeKeeper,
-    machine_gauges,
-    rungs_of,
-)
+from device_agent.runtime.custody import Opened
+from device_agent.runtime.degrade_keeper import DEFAULT_RULES
 from device_agent.runtime.energy import UNVERIFIED, EnergyMeter, EnergyModel
-from device_agent.runtime.guard import InferenceGuard, Opened
+from device_agent.runtime.guard import Attempts, InferenceGuard
 from device_agent.runtime.heat import CriticalHeat
-from device_agent.runtime.residency import Residency, residency_of
 from device_agent.runtime.rule_book import RuleBook
-from device_agent.runtime.scrubber import Scrubber, ScrubCounts
-from device_agent.runtime.signals import no_pool
-from device_agent.runtime.steering_keeper import steering_keeper
 from device_agent.runtime.tuning import Tuned, tune
 from device_agent.runtime.weights import WeightPool
 from device_agent.storage.objects import ObjectStore
@@ -121,9 +113,26 @@ class NativeEngine:
 
     def start(self, pointer: Pointer) -> InferenceGuard:
         """Load the bundle, guarded; see `Engine`."""
-        opening = _Opening(self, pointer)
+        opening = Opening(
+            load=lambda: load_bundle(self.store, pointer, self.weights),
+            tune=self.tune,
+            rules=self.rules,
+            energy=EnergyMeter(self.energy, tdp_watts=self.tdp_w or None),
+            hotset=self.weights.hotset,
+            steers=self.steers,
+        )
+
+        def open_answerer() -> Opened[Attempts]:
+            opened = opening.open()
+            try:
+                answerer = BundleAnswerer(opened.answerer, self.answer_timeout_s)
+            except ContractError as error:
+                opened.answerer.close()
+                raise BundleError(f"the bundle does not answer: {error}") from error
+            return Opened(answerer, opened.scrubber)
+
         heat = CriticalHeat(time.monotonic)
-        return InferenceGuard(opening.open, self.answer_timeout_s, heat.is_critical)
+        return InferenceGuard(open_answerer, self.answer_timeout_s, heat.is_critical)
 
     def tune(self, bundle: LoadedBundle) -> Tuned:
         """Give a loaded bundle its threads and its policy; see `tune`.
@@ -132,77 +141,6 @@ class NativeEngine:
             ContractError: The plan ended with an error status.
         """
         return tune(bundle, self.threads, self.cpus)
-
-
-class _Opening:
-    """Loads one bundle, as often as it takes; the rung outlives a plan that is built anew."""
-
-    def __init__(self, engine: NativeEngine, pointer: Pointer) -> None:
-        self._engine, self._pointer = engine, pointer
-        self._degrade: DegradeKeeper | None = None
-        self._energy = EnergyMeter(engine.energy, tdp_watts=engine.tdp_w or None)
-        self._residency: Residency | None = None
-        self._scrubbed = ScrubCounts()
-        self._stalls = 0
-
-    def open(self) -> Opened:
-        """Load it.
-
-        Raises:
-            BundleError: It is incomplete, damaged, or does not answer.
-        """
-        engine = self._engine
-        bundle = load_bundle(engine.store, self._pointer, engine.weights)
-        try:
-            tuned = engine.tune(bundle)
-            self._watch(residency_of(bundle.runner.weights, time.monotonic, engine.weights.hotset))
-            is_paged = self._residency is not None
-            keeper = None
-            if engine.steers:
-                keeper = steering_keeper(bundle, time.monotonic, is_paged=is_paged)
-            if self._degrade is None:
-                rungs = rungs_of(bundle.bands, is_paged=is_paged)
-                self._degrade = DegradeKeeper(
-                    engine.rules, rungs, time.monotonic, self._gauges, self._observe_pool
-                )
-            answerer = BundleAnswerer(
-                bundle,
-                engine.answer_timeout_s,
-                facts=tuned.facts,
-                keeper=tuned.keeper,
-                degrade=self._degrade,
-                pager=self._residency,
-                energy=self._energy,
-                steering=keeper,
-            )
-        except ContractError as error:
-            bundle.runner.close()
-            raise BundleError(f"the bundle does not answer: {error}") from error
-        return Opened(answerer, scrubber_of(engine.store, bundle, self._scrubbed))
-
-    def _gauges(self) -> dict[str, float | None]:
-        return {**machine_gauges(), "power": self._energy.watts()}
-
-    def _watch(self, residency: Residency | None) -> None:
-        """Go on with the pool of a plan that was built anew; what was counted stays counted."""
-        self._stalls += 0 if self._residency is None else self._residency.stalls
-        self._residency = residency
-
-    def _observe_pool(self) -> Observation:
-        if self._residency is None:
-            return no_pool()
-        stalls = Counter(self._stalls + self._residency.stalls)
-        return Observation(self._residency.gauges(), {"stalls": stalls})
-
-
-def scrubber_of(store: ObjectStore, bundle: LoadedBundle, counts: ScrubCounts) -> Scrubber:
-    """Return who watches the weights of a loaded bundle against its manifest."""
-    digests = {name: sha256 for name, (sha256, _) in bundle.sections.items()}
-
-    def read(name: str) -> memoryview:
-        return store.read_verified(*bundle.sections[name])
-
-    return Scrubber(bundle.runner.weights, digests, read, counts)
 
 
 def _require_passed(done: "subprocess.CompletedProcess[bytes]") -> None:

@@ -124,8 +124,22 @@ _KINDS: Final[tuple[tuple[type[BaseException], FaultKind], ...]] = (
 """The first row that fits; anything else is a crash of our own code."""
 
 
+class FaultError(Exception):
+    """There is no plan to make an attempt on, or it was left; the kind is known."""
+
+    def __init__(self, kind: FaultKind, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
+class GivenUpError(FaultError):
+    """A call of the plan did not return in time: the plan was left to it."""
+
+
 def kind_of(error: BaseException) -> FaultKind:
     """Return the kind of an exception that ended an attempt, by its class and its causes."""
+    if isinstance(error, FaultError):
+        return error.kind
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MemoryError) or getattr(cause, "errno", None) == ENOMEM:

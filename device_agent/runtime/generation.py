@@ -1,35 +1,30 @@
 """One answer while it is made: an iterator of tokens that can be stopped, and says why it ended.
 
     dialogue -(program, inputs)-> one native call -(outputs)-> dialogue -> token -> caller
+                                        | fault -(course)-> the same call, from the start, or ended
 
 Between two native calls, and nowhere else, it looks whether it was cancelled or is late: a call is
-never torn, so the cache is whole whatever happens. Nothing waits in a loop. `Session.generate`
-makes these; the clock starts with the first token that is asked for.
+never torn, so the cache is whole whatever happens. Nothing waits in a loop, and no fault of the
+device is raised: what no remedy mends ends it, with a reason. `Session.generate` makes these; the
+clock starts with the first token that is asked for.
 """
 
-import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Final, Protocol, Self, TypeGuard
+from typing import Final, Self
 
-from compiler.contract.errors import ContractError
 from compiler.contract.pipeline import TokenSpec
-from compiler.contract.session import Answer, Buffer, Dialogue, Request, Runs
+from compiler.contract.session import Answer, Dialogue, Request
 from device_agent.errors import AnswerError, RequestError
+from device_agent.runtime.course import Course, Next, Told
+from device_agent.runtime.faults import FaultKind, kind_of
+from device_agent.runtime.limits import Limits
 
 _SECOND_MS: Final = 1_000.0
-_SHOWN_BITS: Final = 64
-
-
-class Stop(Protocol):
-    """Says that an answer is not wanted any more; `threading.Event` is one."""
-
-    def is_set(self) -> bool:
-        """Return whether it is not."""
 
 
 class Reason(StrEnum):
@@ -40,7 +35,12 @@ class Reason(StrEnum):
     CONTEXT_FULL = "context_full"
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
-    ERROR = "error"
+    ERROR = "error"  # a fault that nothing mended; `Generation.fault` says which
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the answer came to its end."""
+        return self in (Reason.ENDED, Reason.MAX_TOKENS, Reason.CONTEXT_FULL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,15 @@ class Stats:
         first_token_ms: From the first request for a token to the first token; None before it.
         total_ms: From there to now or to the end.
         tokens_per_s: Of the tokens after the first; None before the second.
-        degraded: Whether the device did less for it than the bundle asks for.
+        degraded: Whether the device did less for it than the bundle asks for, or failed.
+        reasons: Why: kinds of faults, signals of rules.
+        faults: What went wrong on the way, in order; the answer may still have come of it.
     """
 
     prompt_tokens: int
     degraded: bool = False
+    reasons: tuple[str, ...] = ()
+    faults: tuple[FaultKind, ...] = ()
     tokens: int = 0
     native_calls: int = 0
     first_token_ms: float | None = None
@@ -88,60 +92,44 @@ class Stats:
             self.tokens_per_s = (self.tokens - 1) / after
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When an answer is given up.
-
-    Attributes:
-        most: Tokens at most.
-        deadline_s: Seconds from the first request for a token; None = any time.
-        cancel: Ends it when set, from any thread.
-    """
-
-    most: int
-    deadline_s: float | None = None
-    cancel: Stop = field(default_factory=threading.Event)
-
-
 class Generation(Iterator[Token]):
     """An answer in progress; iterate over it, or call `words` to wait for all of it.
 
     One thread iterates; any thread may `cancel`. When it has ended, `reason` says why and `ids`
-    holds what was said, be it whole or a part.
+    holds what was said, be it whole or a part. Ended by `Reason.ERROR`, `fault` is the kind of what
+    went wrong and `detail` its text: what was said until then is no answer.
     """
 
     def __init__(
         self,
-        runner: Runs,
-        dialogue: Callable[[Callable[[int], None]], Dialogue[Answer]],
+        course: Callable[[Told], Course],
         tokens: TokenSpec,
         limits: Limits,
         stats: Stats,
-        ended: Callable[[Reason, Stats], None],
         monotonic: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Begin nothing yet.
 
         Args:
-            runner: Makes the native calls.
-            dialogue: Returns what to run, given who is to be told each token.
+            course: Returns what makes the runs, given what is told.
             tokens: Words of the model.
             limits: When to give up.
             stats: Where to count.
-            ended: Told once, when it has ended.
             monotonic: Clock in seconds.
         """
-        self._runner, self._tokens, self._limits = runner, tokens, limits
-        self._dialogue = dialogue(self._tell)
+        self._tokens, self._limits, self._monotonic = tokens, limits, monotonic
+        self._dialogue: Dialogue[Answer] | None = None
         self._request: Request | None = None
         self._fresh: deque[Token] = deque()
-        self._ended, self._monotonic = ended, monotonic
         self._cancelled = threading.Event()
         self._started_at: float | None = None
         self._worked_s = self._work_began = 0.0
         self.stats: Final = stats
         self.ids: Final[list[int]] = []
         self.reason: Reason | None = None
+        self.fault: FaultKind | None = None
+        self.detail = self.hint = ""
+        self._course = course(Told(self.ids, self._tell))
 
     def __iter__(self) -> Self:
         return self
@@ -151,7 +139,6 @@ class Generation(Iterator[Token]):
 
         Raises:
             StopIteration: The answer has ended; see `reason`.
-            AnswerError: The plan ended with an error status; `ids` holds the part before it.
         """
         while not self._fresh:
             if self.reason is not None:
@@ -160,22 +147,26 @@ class Generation(Iterator[Token]):
         return self._fresh.popleft()
 
     def words(self) -> tuple[str, ...]:
-        """Wait for the end and return all words, those that were iterated over included.
-
-        Raises:
-            AnswerError: As iterating.
-        """
+        """Wait for the end and return all words, those that were iterated over included."""
         for _ in self:
             pass
         return tuple(self._tokens.words(self.ids))
 
     def text(self) -> str:
-        """Wait for the end and return the words with a space between them.
+        """Wait for the end and return the words with a space between them."""
+        return " ".join(self.words())
+
+    def require_answered(self) -> None:
+        """Raise for an answer that a fault ended, for callers who want that.
 
         Raises:
-            AnswerError: As iterating.
+            RequestError: The bundle cannot be asked this.
+            AnswerError: Anything else; `ids` holds the part before it.
         """
-        return " ".join(self.words())
+        if self.fault is FaultKind.BAD_INPUT:
+            raise RequestError(self.detail, hint=self.hint)
+        if self.reason is Reason.ERROR:
+            raise AnswerError(f"the answer broke off: {self.detail}", hint=self.hint)
 
     def cancel(self) -> None:
         """End it before the next native call; safe from any thread and from signal handlers."""
@@ -186,7 +177,7 @@ class Generation(Iterator[Token]):
         self._fresh.clear()
         if self.reason is None:
             self._end(Reason.CANCELLED)
-            self._ended(Reason.CANCELLED, self.stats)
+            self._count()
 
     def __enter__(self) -> Self:
         return self
@@ -195,36 +186,57 @@ class Generation(Iterator[Token]):
         self.close()
 
     def _advance(self) -> None:
-        """Make one native call, or end."""
+        """Make one native call, meet a fault, or end."""
         self._work_began = now = self._monotonic()
+        is_first = self._started_at is None
         if self._started_at is None:
             self._started_at = now
         try:
-            self._request = next(self._dialogue) if self._request is None else self._request
             late = self._late(now)
-            if late is not None:
+            if late is None:
+                self._call(is_first=is_first)
+            else:
                 self._end(late)
-                return
-            outputs = self._run(*self._request)
-            self._request = self._dialogue.send(outputs)
         except StopIteration as end:
             self._end(self._reason_of(end.value))
-        except (ContractError, OSError) as error:
-            self._end(Reason.ERROR)
-            hint = error.hint if isinstance(error, ContractError) else ""
-            raise AnswerError(f"the answer broke off: {error}", hint=hint) from error
+        except Exception as error:  # noqa: BLE001 -- met by kind; what nothing mends ends it
+            self._meet(error)
         except BaseException:
             self._end(Reason.CANCELLED)
             raise
         finally:
             self._worked_s += self._monotonic() - self._work_began
             self.stats.total_ms = self._worked_s * _SECOND_MS
+            self.stats.degraded = bool(self._course.reasons)
             if self.reason is not None:
-                self._ended(self.reason, self.stats)
+                self._count()
 
-    def _run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, Buffer]:
+    def _call(self, *, is_first: bool) -> None:
+        if self._dialogue is None:
+            course = self._course
+            self._dialogue = course.begin() if is_first else course.from_start()
+        if self._request is None:
+            self._request = next(self._dialogue)
         self.stats.native_calls += 1
-        return self._runner.run(program, inputs)
+        outputs = self._course.run(*self._request)
+        self._request = self._dialogue.send(outputs)
+
+    def _meet(self, error: Exception) -> None:
+        limit, start = self._limits.deadline_s, self._started_at
+        deadline = float("inf") if limit is None or start is None else start + limit
+        following = self._course.meet(error, deadline)
+        if following is Next.END:
+            self.fault = kind_of(error)
+            self.detail = str(error) or type(error).__name__
+            self.hint = getattr(error, "hint", "")
+            self._end(Reason.ERROR)
+        elif following is Next.FROM_START:
+            self._drop()
+
+    def _drop(self) -> None:
+        dialogue, self._dialogue, self._request = self._dialogue, None, None
+        if dialogue is not None:
+            dialogue.close()
 
     def _late(self, now: float) -> Reason | None:
         if self._cancelled.is_set() or self._limits.cancel.is_set():
@@ -235,6 +247,7 @@ class Generation(Iterator[Token]):
 
     def _tell(self, token: int) -> None:
         self.ids.append(token)
+        self._course.progressed()
         self._fresh.append(Token(token, self._tokens.vocabulary[token]))
         self.stats.told(self._worked_s + self._monotonic() - self._work_began)
 
@@ -246,41 +259,13 @@ class Generation(Iterator[Token]):
 
     def _end(self, reason: Reason) -> None:
         self.reason = reason
-        self._dialogue.close()
+        self._drop()
 
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a setting is a number, which True is not."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def require_limits(max_tokens: object, deadline: object) -> None:
-    """Require limits of an answer that are some: a whole number of tokens, seconds or None.
-
-    Raises:
-        RequestError: They are of another type or out of range.
-    """
-    if not is_number(max_tokens) or isinstance(max_tokens, float) or max_tokens < 1:
-        raise RequestError(f"max_tokens {max_tokens!r}", hint="a whole number, at least 1")
-    if deadline is None:
-        return
-    if not is_number(deadline) or not 0 < deadline < float("inf"):
-        raise RequestError(f"a deadline of {deadline!r} s", hint="seconds above 0; None for none")
-
-
-def require_ids(prompt: Sequence[int], tokens: TokenSpec) -> list[int]:
-    """Return a prompt of token ids as it is.
-
-    Raises:
-        ContractError: One is no whole number, or not in the vocabulary.
-    """
-    hint = f"ids are 0 to {len(tokens.vocabulary) - 1}"
-    try:
-        ids = [operator.index(token) for token in prompt]
-    except TypeError as error:
-        raise ContractError(f"a prompt that holds no token ids: {error}", hint=hint) from error
-    for at, token in enumerate(ids):
-        if not 0 <= token < len(tokens.vocabulary):
-            name = token if token.bit_length() <= _SHOWN_BITS else f"number {at}"
-            raise ContractError(f"token {name} is outside the vocabulary", hint=hint)
-    return ids
+    def _count(self) -> None:
+        reason = self.reason
+        assert reason is not None
+        self.stats.reasons = self._course.end(
+            self._worked_s, failed=reason is Reason.ERROR, is_whole=reason.is_whole
+        )
+        self.stats.faults = tuple(self._course.faults)
+        self.stats.degraded = bool(self.stats.reasons)

@@ -1,5 +1,9 @@
-"""A thread that does one thing at a time for somebody who will not wait for ever."""
+"""A thread that does one thing at a time for somebody who will not wait for ever.
 
+A fork has no thread of its parent: there, the first call starts one.
+"""
+
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,6 +53,7 @@ class Hand:
         self._name = name
         self._jobs: _Jobs | None = None
         self._thread: threading.Thread
+        self._pid: int
         self._start()
 
     def call(
@@ -65,7 +70,8 @@ class Hand:
             StuckError: It did not end in time.
             MemoryError: The system gives no thread.
         """
-        jobs = self._jobs if self._jobs is not None else self._start()
+        is_here = self._pid == os.getpid()
+        jobs = self._jobs if self._jobs is not None and is_here else self._start()
         job = _Job(do, late)
         jobs.put(cast("_Job[object]", job))
         if not job.done.wait(limit_s):
@@ -92,7 +98,7 @@ class Hand:
             thread.start()
         except RuntimeError as error:
             raise MemoryError(f"no thread to answer on: {error}") from error
-        self._jobs, self._thread = jobs, thread
+        self._jobs, self._thread, self._pid = jobs, thread, os.getpid()
         return jobs
 
 

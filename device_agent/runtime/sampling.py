@@ -16,7 +16,7 @@ from compiler.contract.bands import PREFIX
 from compiler.contract.pipeline import Pipeline
 from compiler.contract.session import STEP, Buffer, greedy
 from device_agent.errors import RequestError
-from device_agent.runtime.generation import is_number
+from device_agent.runtime.limits import is_number
 
 LOGITS: Final = "logits"
 MAX_TEMPERATURE: Final = 100.0

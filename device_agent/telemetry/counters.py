@@ -12,6 +12,7 @@ from compiler.contract.telemetry import Sketch, TelemetryBatch, known_gauges
 from device_agent.runtime.answers import AnswerRecord
 
 BOOT_ID_BYTES: Final = 8
+MILLI: Final = 1e3
 ARMS: Final = ("", "treatment", "control")
 
 
@@ -39,6 +40,7 @@ class _Counts:
     degraded: int = 0
     degraded_by: Counter[str] = field(default_factory=Counter)
     latency_ms: Sketch = field(default_factory=Sketch)
+    drain: Sketch = field(default_factory=Sketch)
 
 
 class Counters:
@@ -69,6 +71,8 @@ class Counters:
                 counts.degraded += record.degraded
                 counts.degraded_by.update(record.reasons)
                 counts.latency_ms.add(record.latency_ms)
+                if record.drain is not None:
+                    counts.drain.add(MILLI * record.drain)
 
     def cut(self, running: str, facts: Mapping[str, object]) -> list[TelemetryBatch]:
         """Return what was counted since the last cut, one batch per bundle and tags.
@@ -97,6 +101,7 @@ class Counters:
                 latency_ms=counts.latency_ms,
                 gauges=gauges if manifest_sha256 == running else {},
                 degraded_by=dict(counts.degraded_by),
+                drain=counts.drain,
             )
             for position, ((manifest_sha256, tags), counts) in enumerate(counted.items())
         ]

@@ -12,9 +12,10 @@ from compiler.contract.native import NativePlan
 from compiler.contract.pager import Pager, PagerSwitch
 from device_agent.probe.linux import probe
 from device_agent.runtime.answers import AnswerRecord, BundleAnswerer, Question
+from device_agent.runtime.assembly import Assembly, scrubber_of
 from device_agent.runtime.bundle import load_bundle
-from device_agent.runtime.engine import scrubber_of
-from device_agent.runtime.guard import InferenceGuard, Opened
+from device_agent.runtime.custody import Opened
+from device_agent.runtime.guard import InferenceGuard
 from device_agent.runtime.scrubber import ScrubCounts
 from device_agent.runtime.weights import WeightPool
 from device_agent.storage.disk import Disk
@@ -103,8 +104,8 @@ class Guarded:
             plan.set_pager(switch)
         shown = replace(bundle, runner=runner)
         shown = shown if self.banded else replace(shown, bands=None)
-        answerer = BundleAnswerer(shown, self.timeout_s, pager=switch)
-        scrubber = scrubber_of(self.at.store, bundle, self.scrubbed_counts)
+        answerer = BundleAnswerer(Assembly(shown, pager=switch), self.timeout_s)
+        scrubber = scrubber_of(bundle, self.scrubbed_counts)
         return Opened(answerer, scrubber if self.scrubbed else None)
 
     def _page(self, event: object, weight: int) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from compiler.contract.session import Buffer
-from device_agent.runtime import answers
+from device_agent.runtime import assembly
 from device_agent.runtime.engine import NativeEngine
 from device_agent.runtime.evaluation import load_evaluation
 from device_agent.runtime.host import SessionHost
@@ -30,7 +30,7 @@ QUESTIONS = 3
 WARM_UP = 60
 
 
-class HashingRunner(answers.TimeoutRunner):
+class HashingRunner(assembly.TimeoutRunner):
     """Adds every output byte of every run to one digest."""
 
     digest = hashlib.sha256()
@@ -76,7 +76,7 @@ def main(count: int, folder: Path) -> dict[str, object]:
     host = SessionHost()
     cards = load_evaluation(submission("v1", folder) / "evaluation.json").cards
     questions = cards[0][:QUESTIONS]
-    answers.TimeoutRunner = HashingRunner
+    assembly.TimeoutRunner = HashingRunner
     seen: set[str] = set()
     bundles: set[str] = set()
 

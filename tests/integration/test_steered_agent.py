@@ -15,7 +15,8 @@ from compiler.driver.cards import Card, read_cards
 from compiler.driver.options import CompiledBundle
 from compiler.driver.steering_trial import plan_experts
 from device_agent.runtime import MoERuntime
-from device_agent.runtime.answers import SUBSTITUTED, AnswerRecord, BundleAnswerer, Question
+from device_agent.runtime.answers import AnswerRecord, BundleAnswerer, Question
+from device_agent.runtime.assembly import SUBSTITUTED, Assembly
 from device_agent.runtime.bundle import LoadedBundle, load_directory
 from device_agent.runtime.faults import AS_ASKED, Way
 from device_agent.runtime.steering_keeper import SteeringKeeper, steering_keeper
@@ -35,7 +36,7 @@ class Scene:
         self.keeper = SteeringKeeper(
             bundle, bundle.steering, lambda: self.now_s, lambda: self.told, self.table
         )
-        self.answerer = BundleAnswerer(bundle, 60.0, steering=self.keeper)
+        self.answerer = BundleAnswerer(Assembly(bundle, steering=self.keeper), 60.0)
         self.questions = [(card.image, item) for card in cards for item in card.questions]
 
     def ask(self, count: int = 12, way: Way = AS_ASKED, **told: float | None) -> list[AnswerRecord]:

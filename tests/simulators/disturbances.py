@@ -25,10 +25,11 @@ from compiler.contract.policy import CELLS, LEGAL, Cell
 from compiler.contract.pool_abi import Eviction, PoolKnob
 from device_agent.errors import BundleError
 from device_agent.runtime.answers import Question
+from device_agent.runtime.assembly import Opening
 from device_agent.runtime.bundle import load_bundle
+from device_agent.runtime.custody import HARD_LIMIT
 from device_agent.runtime.degrade_keeper import DegradeKeeper
 from device_agent.runtime.faults import FaultKind
-from device_agent.runtime.guard import HARD_LIMIT
 from device_agent.runtime.moe_runtime import MoERuntime
 from tests.factories.pools import RUN
 from tests.factories.soaked import SIDE, TOKENS, Steered
@@ -386,7 +387,8 @@ def tenant(scene: Scene) -> None:
             return
         bundle = load_bundle(agent.at.store, agent.at.pointers[0], agent.weights)
         never = DegradeKeeper((), (Rung.NORMAL,), agent.machine.monotonic)
-        with MoERuntime(bundle, rules=never) as runtime, runtime.session() as session:
+        opening = Opening(lambda: bundle, rules=never)
+        with MoERuntime(opening) as runtime, runtime.session() as session:
             assert bundle.runner.weights is agent.plan.weights
             told = session.generate(
                 " ".join(question.words), template=question.prompt, image=view or None

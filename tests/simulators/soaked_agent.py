@@ -19,10 +19,11 @@ from compiler.contract.pooled_weights import PooledWeights
 from compiler.contract.session import SEE, Buffer
 from device_agent.errors import BundleError
 from device_agent.runtime.answers import BundleAnswerer
+from device_agent.runtime.assembly import Assembly, scrubber_of
 from device_agent.runtime.bundle import load_bundle
+from device_agent.runtime.custody import Counts, Opened
 from device_agent.runtime.degrade_keeper import DegradeKeeper, rungs_of
-from device_agent.runtime.engine import scrubber_of
-from device_agent.runtime.guard import Counts, InferenceGuard, Opened
+from device_agent.runtime.guard import InferenceGuard
 from device_agent.runtime.host import SessionHost
 from device_agent.runtime.residency import Residency
 from device_agent.runtime.scrubber import ScrubCounts
@@ -201,17 +202,13 @@ class SoakedAgent:
             plan.weights.pool, self.machine.monotonic, lambda: self.machine.pressure
         )
         shown: Any = _Told(plan, self)
-        answerer = BundleAnswerer(
-            replace(bundle, runner=shown),
-            TIMEOUT_S,
-            self.machine.monotonic,
-            degrade=degrade,
-            pager=residency,
+        assembly = Assembly(
+            replace(bundle, runner=shown), self.machine.monotonic, degrade=degrade, pager=residency
         )
         self._plan = plan
         if self.steered is not None:
             self.steer(self.steered)
-        return Opened(answerer, scrubber_of(self.at.store, bundle, counts))
+        return Opened(BundleAnswerer(assembly, TIMEOUT_S), scrubber_of(bundle, counts))
 
 
 class _Told:

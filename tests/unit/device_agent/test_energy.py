@@ -12,6 +12,7 @@ from device_agent.errors import ConfigurationError
 from device_agent.probe import power
 from device_agent.probe.hardware import BUDGET_S, HardwareProbe
 from device_agent.probe.linux import probe
+from device_agent.probe.sensors import batteries
 from device_agent.runtime.energy import (
     FIT_EVERY,
     UNVERIFIED,
@@ -190,6 +191,28 @@ class TestDrain:
         gauges = meter.gauges()
         assert gauges["battery_millipercent_per_active_hour"] == 8_000
         assert gauges["battery_j_per_active_hour"] == 7_200
+
+    def test_each_ten_minutes_of_answering_are_a_window(self, tmp_path: Path) -> None:
+        meter, told = EnergyMeter(root=tmp_path), []
+        for at, percent in enumerate((80, 79, 79, 78, 77, 77, 75)):
+            self.battery(tmp_path, percent, 10_000_000)
+            told.append(meter.answered(replace(WORK, seconds=0.0 if not at else 300.0)).drain)
+        assert told == [None, None, 6.0, None, 12.0, None, 12.0]
+
+    def test_no_model_ever_says_what_a_battery_lost(self, tmp_path: Path) -> None:
+        meter = EnergyMeter(root=tmp_path)
+        found = [meter.answered(replace(WORK, seconds=700.0)) for _ in range(3)]
+        assert {(each.source, each.drain) for each in found} == {("model", None)}
+        for status in ("Charging", "Full", "Unknown"):
+            self.battery(tmp_path, 80, 10_000_000, status)
+            assert meter.answered(replace(WORK, seconds=700.0)).drain is None
+
+    def test_a_counter_that_knows_what_is_full_is_finer_than_percents(self, tmp_path: Path) -> None:
+        self.battery(tmp_path, 80, 39_990_000)
+        write(tmp_path, {f"{BATTERY}/energy_full": 50_000_000})
+        assert batteries(tmp_path)[0].percent == pytest.approx(79.98)
+        write(tmp_path, {f"{BATTERY}/energy_full": 0})
+        assert batteries(tmp_path)[0].percent == 80
 
     def test_charging_begins_anew(self, tmp_path: Path) -> None:
         meter = EnergyMeter(root=tmp_path)

@@ -23,6 +23,7 @@ from device_agent.errors import (
     RuntimeBusyError,
 )
 from device_agent.runtime import MoERuntime
+from device_agent.runtime.assembly import Opening
 from device_agent.runtime.bundle import LoadedBundle
 from device_agent.runtime.degrade_keeper import DEFAULT_RULES, DegradeKeeper, rungs_of
 from device_agent.runtime.generation import Reason
@@ -42,7 +43,12 @@ def opened(
 ) -> tuple[FakeRunner, MoERuntime]:
     runner = FakeRunner(*says, on_run=on_run)
     bundle = LoadedBundle("a" * 64, runner, replace(PIPELINE, **changes), b"")
-    return runner, MoERuntime(bundle, monotonic=clock or Ticks())
+    return runner, MoERuntime(Opening(lambda: bundle, monotonic=clock or Ticks()))
+
+
+def over(runner: FakeRunner, **settings: Any) -> MoERuntime:
+    bundle = LoadedBundle("a" * 64, runner, PIPELINE, b"")
+    return MoERuntime(Opening(lambda: bundle, **settings))
 
 
 class Recorder:
@@ -187,10 +193,11 @@ class TestStopping:
         session = runtime.session()
         answer = session.generate("no")
         assert next(answer).id == 4
-        with pytest.raises(AnswerError, match="broke off: an activation") as error:
-            next(answer)
-        assert error.value.hint == "ask something else"
+        assert list(answer) == []
         assert (answer.reason, answer.ids) == (Reason.ERROR, [4])
+        with pytest.raises(AnswerError, match="broke off: an activation") as error:
+            answer.require_answered()
+        assert error.value.hint == "ask something else"
         assert list(answer) == []
         runner.on_run = None
         assert session.generate("no").words() == ("no", "yes")
@@ -250,7 +257,7 @@ class TestRequests:
                 fed.append(bytes(inputs["token_ids"]))
                 return super().run(program, inputs)
 
-        runtime = MoERuntime(LoadedBundle("a" * 64, Runner(*[2] * 3), PIPELINE, b""))
+        runtime = over(Runner(*[2] * 3))
         session = runtime.session()
         for settings in ({"prompt": [5]}, {"prompt": "no", "template": ""}, {"prompt": "no"}):
             session.generate(**settings).text()
@@ -311,7 +318,7 @@ class TestPictures:
                 shown.extend([bytes(inputs["image"])] if program == "see" else [])
                 return super().run(program, inputs)
 
-        runtime = MoERuntime(LoadedBundle("a" * 64, Runner(4, 2), PIPELINE, b""))
+        runtime = over(Runner(4, 2))
         runtime.session().generate("no", image=make(tmp_path)).text()
         assert shown == [PICTURE]
 
@@ -356,7 +363,7 @@ class TestSampling:
 
         programs = {**PIPELINE.programs, "step": self.LOGITS}
         bundle = LoadedBundle("a" * 64, Runner(), replace(PIPELINE, programs=programs), b"")
-        return MoERuntime(bundle)
+        return MoERuntime(Opening(lambda: bundle))
 
     def test_a_seed_gives_one_answer_and_frequencies_follow_the_logits(self) -> None:
         session = self.subject().session()
@@ -388,7 +395,7 @@ def test_threads_are_a_number_that_there_can_be(door: Any, threads: Any, tmp_pat
 def test_a_rung_that_changes_no_answer_is_not_degraded() -> None:
     rungs, runner = (Rung.NORMAL, Rung.NO_PREFETCH), FakeRunner(4, 2)
     keeper = DegradeKeeper(DEFAULT_RULES, rungs, Ticks(), lambda: {"battery": 5.0})
-    runtime = MoERuntime(LoadedBundle("a" * 64, runner, PIPELINE, b""), rules=keeper)
+    runtime = over(runner, rules=keeper)
     answer = runtime.session().generate("no")
     assert answer.text() == "yes"
     assert keeper.present is Rung.NO_PREFETCH
@@ -399,7 +406,7 @@ def test_rules_make_it_do_less_and_the_statistics_say_so() -> None:
     clock, bands, runner = Ticks(), test_runtime.TestDoingLess.bands(), BandedFake(entropy=0.9)
     keeper = DegradeKeeper(DEFAULT_RULES, rungs_of(bands), clock, lambda: {"temperature": 95.0})
     bundle = LoadedBundle("a" * 64, runner, PIPELINE, b"", bands=bands)
-    runtime = MoERuntime(bundle, rules=keeper, monotonic=clock)
+    runtime = MoERuntime(Opening(lambda: bundle, rules=keeper, monotonic=clock))
     session = runtime.session()
     degraded = []
     for at in range(12):

@@ -23,8 +23,9 @@ from compiler.contract.pager import PagerSwitch, PrefetchStallError
 from device_agent.config import AgentConfig
 from device_agent.errors import BundleError, RequestError, UnfitError
 from device_agent.runtime.answers import AnswerRecord, Outcome, Question
+from device_agent.runtime.custody import MAX_STUCK, Opened
 from device_agent.runtime.faults import AS_ASKED, REMEDIES, FaultKind, Way, kind_of
-from device_agent.runtime.guard import MAX_STUCK, InferenceGuard, Opened
+from device_agent.runtime.guard import InferenceGuard
 from device_agent.runtime.hand import Hand, StuckError
 from device_agent.runtime.scrubber import SLICE_BYTES, Scrubber
 from device_agent.update.probation import Probation

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from device_agent.runtime.answers import (
     Question,
     require_answered,
 )
+from device_agent.runtime.assembly import Assembly
 from device_agent.runtime.bundle import LoadedBundle
 from device_agent.runtime.degrade_keeper import DEFAULT_RULES, DegradeKeeper, rungs_of
 from device_agent.runtime.evaluation import QuestionSource, load_evaluation
@@ -70,6 +72,8 @@ class FakeRunner:
         self.kv_length = 0
         self.on_run = on_run
         self.closed = False
+        self.lost_threads, self.threads = 0, 1
+        self.policy = SimpleNamespace(is_supported=False)
 
     def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
         if self.on_run is not None:
@@ -96,7 +100,7 @@ class Ticks:
 
 def answerer(runner: FakeRunner, clock: Ticks | None = None, timeout_s: float = 1.0):
     bundle = LoadedBundle("a" * 64, runner, PIPELINE, b"")
-    return BundleAnswerer(bundle, timeout_s, clock or Ticks())
+    return BundleAnswerer(Assembly(bundle, clock or Ticks()), timeout_s)
 
 
 def question(expected: tuple[str, ...] | None = ("yes",), **changes: Any) -> Question:
@@ -424,7 +428,7 @@ class TestDoingLess:
             DEFAULT_RULES, rungs_of(bands), clock, lambda: {"temperature": heat[0]}
         )
         bundle = LoadedBundle("a" * 64, runner, PIPELINE, b"", bands=bands)
-        return BundleAnswerer(bundle, 1.0, clock, degrade=keeper)
+        return BundleAnswerer(Assembly(bundle, clock, degrade=keeper), 1.0)
 
     def test_it_takes_the_variant_of_the_entropy(self) -> None:
         runner = BandedFake(entropy=0.2)
@@ -462,7 +466,8 @@ class TestDoingLess:
         bundle = LoadedBundle("a" * 64, runner, PIPELINE, b"")
         told: list[ExpertEvent] = []
         switch = PagerSwitch(lambda event, _weight: not told.append(event))
-        record = BundleAnswerer(bundle, 1.0, degrade=keeper, pager=switch).answer(question())
+        assembly = Assembly(bundle, degrade=keeper, pager=switch)
+        record = BundleAnswerer(assembly, 1.0).answer(question())
         assert (keeper.present, switch.is_fetching_ahead) == (Rung.NO_PREFETCH, False)
         assert record.words == ("yes",)
         assert (record.degraded, record.reasons) == (False, ())

@@ -1,8 +1,12 @@
+import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from compiler.contract.canonical import canonical_bytes
+from compiler.contract.errors import ContractError
 from compiler.contract.protocol import PollAnswer
 from compiler.contract.telemetry import parse_batch
 from device_agent.errors import NetworkError, RefusedError, ServerError, UnauthorizedError
@@ -43,6 +47,20 @@ class TestCounters:
         for batch in (first, second, third):
             assert parse_batch(batch.to_bytes()) == batch
         assert counters.cut("", {}) == []
+
+    def test_what_a_battery_lost_is_counted_by_window(self) -> None:
+        counters = Counters()
+        for drain in (None, 6.0, None, 0.0, 12.0):
+            counters.record(replace(record(), drain=drain))
+        (batch,) = counters.cut("", {})
+        assert parse_batch(batch.to_bytes()) == batch
+        assert (batch.answers, batch.drain.count) == (5, 3)
+        assert batch.drain.quantile(0.5) == pytest.approx(6_000, rel=0.011)
+        told = json.loads(batch.to_bytes())
+        with pytest.raises(ContractError, match="contradict"):
+            parse_batch(canonical_bytes({**told, "drain": [[400, 6]]}))
+        counters.record(record())
+        assert b"drain" not in counters.cut("", {})[0].to_bytes()
 
     def test_the_running_bundle_says_how_it_runs(self) -> None:
         counters = Counters()
