@@ -20,7 +20,7 @@ from fleet.gates import (
     GateSpec,
     MetricVerdict,
     evidence_from_json,
-    spec_from_json,
+    spec_from_stored,
 )
 from fleet.gates.spec import Metric
 from fleet.models import GateLook
@@ -35,6 +35,7 @@ METRIC_TITLES: Final[Mapping[Metric, str]] = {
     Metric.SLOW: "Slow answers",
     Metric.SILENCE: "Silent devices",
     Metric.WRONG: "Wrong answers",
+    Metric.DRAIN: "Battery drain",
 }
 NOT_GATED_NOTES: Final[Mapping[Metric, str]] = {
     Metric.WRONG: (
@@ -42,11 +43,17 @@ NOT_GATED_NOTES: Final[Mapping[Metric, str]] = {
         "is decided by it unless the gate sets min_accuracy_drop, for example 0.05."
     ),
 }
+DRAIN_NOTE: Final = (
+    "Windows of ten minutes of answering in which the battery lost more than nine in ten did "
+    "before: {treatment:,} windows in treatment, {control:,} in control. Only a battery's own "
+    "counter counts; devices without one, and a model's estimates (unverified), decide nothing."
+)
 METRIC_TONES: Final[Mapping[Metric, str]] = {
     Metric.FAILURES: "bad",
     Metric.SLOW: "warn",
     Metric.SILENCE: "plain",
     Metric.WRONG: "live",
+    Metric.DRAIN: "warn",
 }
 # Room above the curves for the labels of vertical marks: powers of ten, and a share of one.
 MARK_ROOM: Final = 0.4
@@ -142,7 +149,7 @@ def look_of(row: GateLook) -> Look:
     return Look(
         at=row.at,
         stage=row.stage.index,
-        spec=spec_from_json(row.spec, PROFILES),
+        spec=spec_from_stored(row.spec, PROFILES),
         evidence=evidence_from_json(row.evidence),
         decision=row.decision,
         reasons=tuple(verdict.get("reasons", ())),
@@ -328,8 +335,17 @@ def _gate_row(metric: Metric, spec: GateSpec, row: MetricVerdict, evidence: Evid
         safe=odds_of(row.log_safe) if is_compared and row.log_safe is not None else None,
         state=state,
         word=word,
-        note="" if _is_weighed(metric, spec) else NOT_GATED_NOTES.get(metric, ""),
+        note=_note(metric, spec, evidence),
     )
+
+
+def _note(metric: Metric, spec: GateSpec, evidence: Evidence) -> str:
+    if not _is_weighed(metric, spec):
+        return NOT_GATED_NOTES.get(metric, "")
+    if metric != Metric.DRAIN:
+        return ""
+    windows = {"treatment": evidence.treatment.drained, "control": evidence.control.drained}
+    return DRAIN_NOTE.format(**windows)
 
 
 def _state_of(

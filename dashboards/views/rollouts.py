@@ -13,7 +13,7 @@ from dashboards.kpis import rollout_kpis
 from dashboards.pages import page, show
 from dashboards.paging import slice_below
 from dashboards.templatetags.sparsefleet import plain
-from fleet.gates import PROFILES, spec_from_json
+from fleet.gates import PROFILES, spec_from_stored
 from fleet.selectors.rollout_lists import rollout_lines, rollout_rows, rollout_state_counts
 from fleet.selectors.rollout_page import RolloutDetail, rollout_page
 from fleet.states import RolloutState, StageState
@@ -56,7 +56,7 @@ def _list(request: HttpRequest, actor: Actor) -> HttpResponse:
 def _detail(request: HttpRequest, actor: Actor, rollout_id: int) -> HttpResponse:
     detail = rollout_page(rollout_id=rollout_id)
     rollout = detail.rollout
-    spec = spec_from_json(rollout.gate, PROFILES)
+    spec = spec_from_stored(rollout.gate, PROFILES)
     look = look_of(detail.last_look) if detail.last_look else None
     context = {
         "detail": detail,

@@ -17,7 +17,13 @@ from fleet.gates.evidence import (
     evidence_from_json,
 )
 from fleet.gates.profiles import PROFILES
-from fleet.gates.spec import GateSpec, GateSpecError, MetricSpec, spec_from_json
+from fleet.gates.spec import (
+    GateSpec,
+    GateSpecError,
+    MetricSpec,
+    spec_from_json,
+    spec_from_stored,
+)
 
 __all__ = [
     "PROFILES",
@@ -35,4 +41,5 @@ __all__ = [
     "decide",
     "evidence_from_json",
     "spec_from_json",
+    "spec_from_stored",
 ]

@@ -162,6 +162,7 @@ def _events(metric: Metric, arm: ArmCounts) -> tuple[int, int]:
         Metric.SLOW: (arm.slow, arm.timed),
         Metric.SILENCE: (arm.silent, arm.heard),
         Metric.WRONG: (arm.scored - arm.correct, arm.scored),
+        Metric.DRAIN: (arm.thirsty, arm.drained),
     }[metric]
 
 
@@ -278,8 +279,16 @@ def _missing_safety(
         yield f"{evidence.treatment.silent} devices with the new version are silent"
     for metric, row in metrics.items():
         if row.log_safe is not None and row.log_safe < math.log(spec.safe_evidence):
+            if metric == Metric.DRAIN:
+                yield from _missing_counters(evidence)
             needed = f"{spec.safe_evidence:.0f} : 1"
             yield f"{metric.value}: safety is shown {_odds(row.log_safe)}, needed is {needed}"
+
+
+def _missing_counters(evidence: Evidence) -> Iterator[str]:
+    for name, arm in (("treatment", evidence.treatment), ("control", evidence.control)):
+        if not arm.drained:
+            yield f"no {name} device counted what its battery loses; estimates do not count"
 
 
 def _odds(log_value: float) -> str:

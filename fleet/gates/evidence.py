@@ -32,6 +32,8 @@ class ArmCounts:
             device's slow threshold.
         scored, correct: Answers with a known right answer, and the right ones.
         degraded: Answers given in a degraded mode.
+        drained, thirsty: Windows of answering over which a battery counted its loss, and those in
+            which it lost more than is usual for the device.
     """
 
     devices: int = 0
@@ -44,6 +46,8 @@ class ArmCounts:
     scored: int = 0
     correct: int = 0
     degraded: int = 0
+    drained: int = 0
+    thirsty: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,5 +205,10 @@ def evidence_from_json(document: Mapping[str, Any]) -> Evidence:
 _CountsT = TypeVar("_CountsT", ArmCounts, InstallCounts)
 
 
+_LATER: Final = frozenset({"drained", "thirsty"})
+"""Counts that evidence stored before there were any does not have; none then."""
+
+
 def _counts(kind: type[_CountsT], document: Mapping[str, Any]) -> _CountsT:
-    return kind(**{item.name: int(document[item.name]) for item in fields(kind)})
+    names = [item.name for item in fields(kind) if item.name in document or item.name not in _LATER]
+    return kind(**{name: int(document[name]) for name in names})

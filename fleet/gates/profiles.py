@@ -12,7 +12,7 @@ HOUR_S: Final = 3_600.0
 _METRICS: Final[Mapping[Metric, MetricSpec]] = MappingProxyType(
     {
         Metric.FAILURES: MetricSpec(
-            harm_ratio=1.2, safe_ratio=3.0, safe_rate=0.01, dispersion=2.0, weight=0.4
+            harm_ratio=1.2, safe_ratio=3.0, safe_rate=0.01, dispersion=2.0, weight=0.35
         ),
         Metric.SLOW: MetricSpec(
             harm_ratio=1.3, safe_ratio=2.0, safe_rate=0.0, dispersion=4.0, weight=0.3
@@ -22,6 +22,12 @@ _METRICS: Final[Mapping[Metric, MetricSpec]] = MappingProxyType(
         ),
         Metric.WRONG: MetricSpec(
             harm_ratio=1.0, safe_ratio=0.0, safe_rate=0.0, dispersion=2.0, weight=0.0
+        ),
+        # One window in ten is thirsty by definition of the quantile. Most fleets have devices that
+        # count nothing, so that safety need not be shown; where it must be, set `safe_ratio`: a
+        # stage then waits until enough windows were counted.
+        Metric.DRAIN: MetricSpec(
+            harm_ratio=1.3, safe_ratio=0.0, safe_rate=0.0, dispersion=4.0, weight=0.05
         ),
     }
 )
@@ -70,7 +76,7 @@ LAB: Final = replace(
         {
             **_METRICS,
             Metric.FAILURES: MetricSpec(
-                harm_ratio=1.5, safe_ratio=4.0, safe_rate=0.03, dispersion=1.0, weight=0.4
+                harm_ratio=1.5, safe_ratio=4.0, safe_rate=0.03, dispersion=1.0, weight=0.35
             ),
             # One answer in ten is slow by definition of the quantile. Fewer than one in five is as
             # good as the base version was; on a loaded machine both arms are slow, and then the

@@ -25,6 +25,7 @@ class Metric(StrEnum):
     SLOW = "slow"  # answers above the device's own slow threshold; exposure: timed answers
     SILENCE = "silence"  # devices that stopped talking to us; exposure: devices
     WRONG = "wrong"  # wrong answers, only with `min_accuracy_drop`; exposure: scored answers
+    DRAIN = "drain"  # windows in which the battery lost more than usual; exposure: windows counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class GateSpec:
     metrics: Mapping[Metric, MetricSpec]
 
     def to_json(self) -> dict[str, object]:
-        """Return the JSON form; `spec_from_json` reads it back unchanged."""
+        """Return the JSON form; `spec_from_stored` reads it back unchanged."""
         document: dict[str, object] = {item.name: getattr(self, item.name) for item in fields(self)}
         document["metrics"] = {
             name.value: {item.name: getattr(metric, item.name) for item in fields(metric)}
@@ -162,6 +163,24 @@ def spec_from_json(document: Mapping[str, object], profiles: Mapping[str, GateSp
         GateSpecError: An unknown field or profile, a value out of range, or values that contradict
         each other.
     """
+    return _spec(document, profiles, only_named=False)
+
+
+def spec_from_stored(document: Mapping[str, object], profiles: Mapping[str, GateSpec]) -> GateSpec:
+    """Read a specification that `GateSpec.to_json` wrote, be it before there were more metrics.
+
+    What it does not name was not promised and is not compared: rollouts that run go on as they
+    began, and looks that were stored are decided again as they were.
+
+    Raises:
+        GateSpecError: As `spec_from_json`.
+    """
+    return _spec(document, profiles, only_named=True)
+
+
+def _spec(
+    document: Mapping[str, object], profiles: Mapping[str, GateSpec], *, only_named: bool
+) -> GateSpec:
     name = document.get("profile", "default")
     if not isinstance(name, str) or name not in profiles:
         raise GateSpecError(
@@ -174,11 +193,13 @@ def spec_from_json(document: Mapping[str, object], profiles: Mapping[str, GateSp
     for key, value in document.items():
         if key not in ("profile", "metrics"):
             values[key] = value
-    metrics = _merged_metrics(profiles[name], document.get("metrics", {}))
+    metrics = _merged_metrics(profiles[name], document.get("metrics", {}), only_named=only_named)
     return _checked(name, values, metrics)
 
 
-def _merged_metrics(profile: GateSpec, changes: object) -> dict[Metric, MetricSpec]:
+def _merged_metrics(
+    profile: GateSpec, changes: object, *, only_named: bool = False
+) -> dict[Metric, MetricSpec]:
     if not isinstance(changes, Mapping):
         raise GateSpecError("metrics must be an object")
     unknown = sorted(set(changes) - {metric.value for metric in Metric})
@@ -186,6 +207,8 @@ def _merged_metrics(profile: GateSpec, changes: object) -> dict[Metric, MetricSp
         raise GateSpecError(f"unknown metrics {unknown}")
     result = {}
     for metric, base in profile.metrics.items():
+        if only_named and metric.value not in changes:
+            continue
         fields_now = {item.name: getattr(base, item.name) for item in fields(base)}
         change = changes.get(metric.value, {})
         if not isinstance(change, Mapping) or change.keys() - fields_now.keys():

@@ -134,7 +134,8 @@ class Heartbeat(models.Model):
 class DeviceStats(AnswerCounts):
     """What one device measured while it ran one bundle, over all time; its newest gauges.
 
-    `degraded_by` adds up degraded answers by reason; `rung` is the newest gauge of that name.
+    `degraded_by` adds up degraded answers by reason; `rung` is the newest gauge of that name;
+    `drain` is a sketch of what its battery lost per active hour, thousandths of a percent.
     """
 
     device = models.ForeignKey(Device, on_delete=models.CASCADE, related_name="stats")
@@ -143,6 +144,7 @@ class DeviceStats(AnswerCounts):
     gauges = models.JSONField(default=dict, blank=True)
     degraded_by = models.JSONField(default=dict, blank=True)
     rung = models.PositiveSmallIntegerField(default=0, db_index=True)
+    drain = models.JSONField(default=list, blank=True)
 
     class Meta:
         constraints = (

@@ -131,7 +131,9 @@ class Enrolment(models.Model):
     """A device takes part in a stage, in one arm; committed before any offer leaves.
 
     `bundle_sha256` is the manifest whose answers count for it: the new bundle's in treatment, that
-    of the bundle it keeps running in control. `slow_ms` is fixed here: answers above it are slow.
+    of the bundle it keeps running in control. `slow_ms` and `thirsty_above` are fixed here: answers
+    above the one are slow; windows of answering in which the battery lost more than the other per
+    active hour, thousandths of a percent, are thirsty. Null: not known.
     """
 
     rollout = models.ForeignKey(Rollout, on_delete=models.CASCADE, related_name="enrolments")
@@ -141,6 +143,7 @@ class Enrolment(models.Model):
     stratum = models.CharField(max_length=100)
     bundle_sha256 = models.CharField(max_length=64)
     slow_ms = models.FloatField(null=True, blank=True)
+    thirsty_above = models.FloatField(null=True, blank=True)
     baseline = models.JSONField(default=dict)
     at = models.DateTimeField()
     silent_at = models.DateTimeField(null=True, blank=True)
@@ -160,13 +163,19 @@ class Enrolment(models.Model):
 
 
 class EnrolmentStats(AnswerCounts):
-    """Answers that count for one enrolment; `timed` and `slow` leave out its warm-up."""
+    """Answers that count for one enrolment; `timed` and `slow` leave out its warm-up.
+
+    `drained` windows of answering were counted by the device's battery, `thirsty` of them are above
+    the enrolment's limit; they leave out the warm-up too.
+    """
 
     enrolment = models.OneToOneField(
         Enrolment, primary_key=True, on_delete=models.CASCADE, related_name="stats"
     )
     timed = models.BigIntegerField(default=0)
     slow = models.BigIntegerField(default=0)
+    drained = models.BigIntegerField(default=0)
+    thirsty = models.BigIntegerField(default=0)
     updated_at = models.DateTimeField(null=True, blank=True)
 
     def __str__(self) -> str:

@@ -22,7 +22,10 @@ from fleet.models import (
     Update,
 )
 
-COUNTS: Final = ("answers", "failures", "timed", "slow", "scored", "correct", "degraded")
+COUNTS: Final = (
+    *("answers", "failures", "timed", "slow", "scored", "correct", "degraded"),
+    *("drained", "thirsty"),
+)
 QUANTILES: Final = (0.5, 0.95, 0.99)
 
 

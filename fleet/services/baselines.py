@@ -1,13 +1,16 @@
-"""What counts as slow, per device, from what it measured before: fixed when it is enrolled.
+"""What counts as slow and as thirsty, per device, by what it measured before: fixed at enrolment.
 
 Devices differ by far more than versions do, so each is held against its own past: the quantile of
-its latency with the bundle it runs, drawn towards that of its stratum when it has answered little:
+its latency with the bundle it runs, and of what its battery lost per active hour, drawn towards
+that of its stratum when it has measured little:
 
-    ln tau_i = (n_i ln q_i + w ln q_s) / (n_i + w)      n_i own answers, w = SHRINK_ANSWERS
+    ln tau_i = (n_i ln q_i + w ln q_s) / (n_i + w)      n_i own values, w = `Shrink.weight`
+
+Drain is what batteries counted: who has no counter measured nothing and has no limit.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,45 +18,79 @@ from compiler.contract.telemetry import Sketch, sketch_from_row
 from fleet.models import DeviceStats
 from fleet.services.members import Member
 
-SHRINK_ANSWERS: Final = 50
-MIN_POOL_ANSWERS: Final = 20
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """How little is too little.
+
+    Attributes:
+        weight: Values of its own with which a device counts as much as its stratum.
+        least: Values that a stratum needs; with fewer, all devices together are its stratum.
+    """
+
+    weight: int
+    least: int
+
+
+ANSWERS: Final = Shrink(weight=50, least=20)
+WINDOWS: Final = Shrink(weight=6, least=20)
+DRAIN_QUANTILE: Final = 0.9
+"""Of the windows with the bundle that a device runs: above it, one is thirsty."""
 
 
 @dataclass(frozen=True, slots=True)
-class SlowLimit:
-    """Latency above which an answer of a device is slow, milliseconds; None: not known."""
+class Limit:
+    """What a device usually stays below; None: not known. And from how many values it follows."""
 
-    slow_ms: float | None
-    own_answers: int
-    pool_answers: int
+    above: float | None
+    own: int
+    pool: int
 
 
-def slow_limits(members: Iterable[Member], *, quantile: float) -> dict[int, SlowLimit]:
-    """Return device pk -> its slow limit. One query.
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """Of one device: latency of an answer, milliseconds, and drain, thousandths of a percent."""
+
+    slow: Limit
+    drain: Limit
+
+
+def usual_of(members: Iterable[Member], *, quantile: float) -> dict[int, Usual]:
+    """Return device pk -> what is usual for it. One query.
 
     Args:
         members: Devices to be enrolled.
         quantile: Of the latency with the bundle that a device runs now.
     """
     members = list(members)
-    own = _sketches(members)
+    measured = _sketches(members)
+    slow = _limits(members, {pk: each[0] for pk, each in measured.items()}, quantile, ANSWERS)
+    drain = _limits(
+        members, {pk: each[1] for pk, each in measured.items()}, DRAIN_QUANTILE, WINDOWS
+    )
+    return {pk: Usual(slow[pk], drain[pk]) for pk in slow}
+
+
+def _limits(
+    members: Sequence[Member], own: Mapping[int, Sketch], quantile: float, shrink: Shrink
+) -> dict[int, Limit]:
     pools: dict[str, Sketch] = {}
     everything = Sketch()
     for member in members:
         sketch = own.get(member.device.pk, Sketch())
         pools.setdefault(member.candidate.stratum, Sketch()).merge(sketch)
         everything.merge(sketch)
-    return {
-        member.device.pk: _limit(
-            own.get(member.device.pk, Sketch()),
-            _large_enough(pools[member.candidate.stratum], everything),
-            quantile,
+    found = {}
+    for member in members:
+        pool = pools[member.candidate.stratum]
+        pool = pool if pool.count >= shrink.least else everything
+        found[member.device.pk] = limit_of(
+            own.get(member.device.pk, Sketch()), pool, quantile, shrink
         )
-        for member in members
-    }
+    return found
 
 
-def _sketches(members: list[Member]) -> dict[int, Sketch]:
+def _sketches(members: Sequence[Member]) -> dict[int, tuple[Sketch, Sketch]]:
     running = {
         member.device.pk: member.device.running_bundle.manifest_sha256
         for member in members
@@ -61,25 +98,29 @@ def _sketches(members: list[Member]) -> dict[int, Sketch]:
     }
     rows = DeviceStats.objects.filter(manifest_sha256__in=set(running.values()))
     return {
-        device_pk: sketch_from_row(latency)
-        for device_pk, manifest, latency in rows.values_list(
-            "device_id", "manifest_sha256", "latency"
+        device_pk: (sketch_from_row(latency), sketch_from_row(drain))
+        for device_pk, manifest, latency, drain in rows.values_list(
+            "device_id", "manifest_sha256", "latency", "drain"
         )
         if running.get(device_pk) == manifest
     }
 
 
-def _large_enough(pool: Sketch, everything: Sketch) -> Sketch:
-    return pool if pool.count >= MIN_POOL_ANSWERS else everything
+def limit_of(own: Sketch, pool: Sketch, quantile: float, shrink: Shrink) -> Limit:
+    """Return the limit of one device; pure.
 
-
-def _limit(own: Sketch, pool: Sketch, quantile: float) -> SlowLimit:
-    pooled = pool.quantile(quantile) if pool.count >= MIN_POOL_ANSWERS else None
+    Args:
+        own: What it measured.
+        pool: What its stratum measured, itself included.
+        quantile: Of what was measured.
+        shrink: How little is too little.
+    """
+    pooled = pool.quantile(quantile) if pool.count >= shrink.least else None
     mine = own.quantile(quantile)
     if pooled is None:
-        return SlowLimit(None, own.count, pool.count)
+        return Limit(None, own.count, pool.count)
     if mine is None:
-        return SlowLimit(pooled, 0, pool.count)
-    weight = own.count / (own.count + SHRINK_ANSWERS)
+        return Limit(pooled, 0, pool.count)
+    weight = own.count / (own.count + shrink.weight)
     value = math.exp(weight * math.log(mine) + (1 - weight) * math.log(pooled))
-    return SlowLimit(value, own.count, pool.count)
+    return Limit(value, own.count, pool.count)

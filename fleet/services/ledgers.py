@@ -22,12 +22,16 @@ from fleet.gates.spec import Metric
 from fleet.models import EnrolmentStats, Stage
 from fleet.states import Arm
 
-FIELDS: Final = ("answers", "failures", "timed", "slow", "scored", "correct", "degraded")
+FIELDS: Final = (
+    *("answers", "failures", "timed", "slow", "scored", "correct", "degraded"),
+    *("drained", "thirsty"),
+)
 # metric -> exposure field, event field; a minus sign counts the exposure that is not an event
 _SOURCES: Final[Mapping[Metric, tuple[str, str]]] = {
     Metric.FAILURES: ("answers", "failures"),
     Metric.SLOW: ("timed", "slow"),
     Metric.WRONG: ("scored", "-correct"),
+    Metric.DRAIN: ("drained", "thirsty"),
 }
 Counts = dict[str, int]
 ByStratum = dict[str, Counts]

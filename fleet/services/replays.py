@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from builds.common.errors import NotFoundError
-from fleet.gates import PROFILES, decide, evidence_from_json, spec_from_json
+from fleet.gates import PROFILES, decide, evidence_from_json, spec_from_stored
 from fleet.models import GateLook, Rollout
 
 
@@ -56,7 +56,7 @@ def rollout_replay(*, rollout_id: int) -> Iterator[Replay]:
 
 
 def _replay(look: GateLook, previous: GateLook | None) -> Replay:
-    spec = spec_from_json(look.spec, PROFILES)
+    spec = spec_from_stored(look.spec, PROFILES)
     again = decide(spec, evidence_from_json(look.evidence)).to_json()
     differences = [name for name, value in again.items() if look.verdict.get(name) != value]
     if previous is not None:

@@ -13,7 +13,7 @@ from builds.common.enqueue import Task, enqueue
 from builds.common.errors import InvalidInputError, NotFoundError
 from builds.common.roles import Permission
 from fleet.errors import ApprovalError, FirstInstallError
-from fleet.gates import PROFILES, GateSpec, spec_from_json
+from fleet.gates import PROFILES, GateSpec, spec_from_json, spec_from_stored
 from fleet.gates.profiles import FIRST_INSTALL_PROFILE
 from fleet.models import Rollout, Stage
 from fleet.services.endings import rollback_begin, rollout_move, stages_close, updates_withdraw
@@ -251,7 +251,7 @@ def locked(rollout_id: int) -> Rollout:
 
 def gate_of(rollout: Rollout) -> GateSpec:
     """Return the gate specification that is stored with a rollout."""
-    return spec_from_json(rollout.gate, PROFILES)
+    return spec_from_stored(rollout.gate, PROFILES)
 
 
 def _simple(

@@ -22,7 +22,7 @@ from fleet.models import (
     Update,
     UpdateTransition,
 )
-from fleet.services.baselines import SlowLimit, slow_limits
+from fleet.services.baselines import Usual, usual_of
 from fleet.services.ledgers import ledger_open
 from fleet.services.members import Member, Members, rollout_members
 from fleet.services.versions import fleet_version_bump
@@ -178,10 +178,10 @@ def _enrol(rollout: Rollout, stage: Stage, members: Members, cohort: Cohort, now
     arms |= dict.fromkeys(cohort.treatment, Arm.TREATMENT)
     chosen = {name: members.by_id[name] for name in arms}
     quantile = float(rollout.gate["slow_quantile"])
-    limits = slow_limits(chosen.values(), quantile=quantile)
+    usual = usual_of(chosen.values(), quantile=quantile)
     rows = Enrolment.objects.bulk_create(
         [
-            _enrolment(rollout, stage, member, arms[name], cohort.strata[name], limits, now)
+            _enrolment(rollout, stage, member, arms[name], cohort.strata[name], usual, now)
             for name, member in chosen.items()
         ],
         batch_size=BATCH,
@@ -197,10 +197,10 @@ def _enrolment(
     member: Member,
     arm: Arm,
     stratum: str,
-    limits: Mapping[int, SlowLimit],
+    usual: Mapping[int, Usual],
     now: datetime,
 ) -> Enrolment:
-    limit = limits[member.device.pk]
+    slow, drain = usual[member.device.pk].slow, usual[member.device.pk].drain
     is_new = arm == Arm.TREATMENT
     counted = member.bundle.manifest_sha256 if is_new else member.device.running_manifest_sha256
     return Enrolment(
@@ -210,11 +210,14 @@ def _enrolment(
         arm=arm.value,
         stratum=stratum,
         bundle_sha256=counted,
-        slow_ms=limit.slow_ms,
+        slow_ms=slow.above,
+        thirsty_above=drain.above,
         baseline={
             "running": member.device.running_manifest_sha256,
-            "own_answers": limit.own_answers,
-            "pool_answers": limit.pool_answers,
+            "own_answers": slow.own,
+            "pool_answers": slow.pool,
+            "own_windows": drain.own,
+            "pool_windows": drain.pool,
         },
         at=now,
     )

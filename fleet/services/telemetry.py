@@ -59,6 +59,9 @@ def telemetry_ingest(*, device_pk: int, batch: TelemetryBatch, clock: Clock | No
     stats.gauges = dict(batch.gauges) or stats.gauges
     stats.rung = min(batch.gauges.get("rung", stats.rung), max(Rung))
     stats.degraded_by = _merged(stats.degraded_by, batch.degraded_by)
+    drain = sketch_from_row(stats.drain)
+    drain.merge(batch.drain)
+    stats.drain = drain.to_json()
     _add(stats, batch)
     counted = _enrolment_stats(device_pk, batch)
     if counted is not None:
@@ -126,6 +129,10 @@ def _add_to_enrolment(row: EnrolmentStats, batch: TelemetryBatch, now: datetime)
         row.timed = saturating_sum(row.timed, batch.latency_ms.count)
         slow = batch.latency_ms.count_above(row.enrolment.slow_ms)
         row.slow = saturating_sum(row.slow, slow)
+    if is_warm and row.enrolment.thirsty_above is not None:
+        row.drained = saturating_sum(row.drained, batch.drain.count)
+        thirsty = batch.drain.count_above(row.enrolment.thirsty_above)
+        row.thirsty = saturating_sum(row.thirsty, thirsty)
     row.updated_at = now
     _add(row, batch)
 

@@ -21,6 +21,7 @@ from fleet.gates import (
     engine,
     evidence_from_json,
     spec_from_json,
+    spec_from_stored,
 )
 from fleet.gates.evidence import Mode
 from fleet.gates.spec import Metric
@@ -158,6 +159,88 @@ def test_it_gates_accuracy_only_when_asked():
     assert decide(spec, worse).decision == Decision.PASS
 
 
+def drained(new: tuple[int, int], old: tuple[int, int], **changes):
+    """Return evidence with so many thirsty windows of so many, in treatment and control."""
+    base = evidence(**changes)
+    rows = base.increments
+    if new[1] and old[1]:
+        rows += (Increment(Metric.DRAIN, "a", new[0], old[0], new[1], old[1]),)
+    return replace(
+        base,
+        treatment=replace(base.treatment, thirsty=new[0], drained=new[1]),
+        control=replace(base.control, thirsty=old[0], drained=old[1]),
+        increments=rows,
+    )
+
+
+NEEDS_DRAIN = spec_from_json(
+    {"profile": "lab", "metrics": {"drain": {"safe_ratio": 2.0}}}, PROFILES
+)
+
+
+def test_it_rolls_back_a_version_that_empties_batteries():
+    """Nine in ten windows thirsty instead of one: harm by the formula of the engine, by hand."""
+    verdict = decide(LAB, drained((270, 300), (120, 1_200)))
+    row = verdict.metrics[Metric.DRAIN]
+    assert (row.rate_treatment, row.rate_control) == (0.9, 0.1)
+    spec = LAB.metrics[Metric.DRAIN]
+    grid = engine.grid_of(spec)
+
+    def likelihood(ratio):
+        both = ratio * 300 + 1_200
+        return (270 * math.log(ratio * 300 / both) + 120 * math.log(1_200 / both)) / spec.dispersion
+
+    null = min(ratio for ratio in grid if ratio >= spec.harm_ratio)
+    above = [ratio for ratio in grid if ratio >= 1.25 * null]
+    mean = sum(math.exp(likelihood(ratio) - likelihood(null)) for ratio in above) / len(above)
+    assert row.log_harm == pytest.approx(math.log(mean))
+    assert verdict.decision == Decision.FAIL
+
+
+def test_it_lets_a_version_pass_that_drains_as_before():
+    verdict = decide(LAB, drained((30, 300), (120, 1_200)))
+    assert verdict.decision == Decision.PASS
+    assert verdict.metrics[Metric.DRAIN].log_harm < 0
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "missing"),
+    [
+        ((0, 0), (0, 0), ("no treatment device counted", "no control device counted")),
+        ((0, 0), (100, 1_000), ("no treatment device counted",)),
+        ((30, 300), (0, 0), ("no control device counted",)),
+        ((1, 10), (100, 1_000), ("drain: safety is shown",)),
+    ],
+)
+def test_without_counters_nothing_is_promoted_that_needs_them(new, old, missing):
+    verdict = decide(NEEDS_DRAIN, drained(new, old))
+    assert verdict.decision == Decision.INCONCLUSIVE
+    for words in missing:
+        assert any(words in reason for reason in verdict.reasons)
+    assert decide(NEEDS_DRAIN, drained((60, 800), (300, 3_200))).decision == Decision.PASS
+
+
+def test_a_fleet_that_counts_nothing_is_decided_by_the_other_metrics():
+    assert decide(LAB, drained((0, 0), (0, 0))).decision == Decision.PASS
+
+
+def test_looks_from_before_there_was_a_metric_are_decided_as_they_were():
+    stored = json.loads(json.dumps(LAB.to_json()))
+    del stored["metrics"]["drain"]
+    stored["metrics"]["failures"]["weight"] = 0.4
+    spec = spec_from_stored(stored, PROFILES)
+    assert Metric.DRAIN not in spec.metrics
+    assert spec.to_json() == stored
+    seen = json.loads(json.dumps(drained((270, 300), (120, 1_200)).to_json()))
+    for arm in ("treatment", "control"):
+        for name in ("drained", "thirsty"):
+            del seen[arm][name]
+    again = evidence_from_json(seen)
+    assert (again.treatment.drained, again.control.thirsty) == (0, 0)
+    verdict = decide(spec, again)
+    assert (verdict.decision, Metric.DRAIN in verdict.metrics) == (Decision.PASS, False)
+
+
 counts = st.integers(0, 50)
 exposures = st.integers(50, 5_000)
 increments = st.lists(
@@ -180,7 +263,7 @@ def test_it_replays_stored_evidence_bit_for_bit(rows):
     seen = evidence(increments=tuple(rows))
     again = evidence_from_json(json.loads(json.dumps(seen.to_json())))
     assert again == evidence_from_json(seen.to_json())
-    spec = spec_from_json(json.loads(json.dumps(LAB.to_json())), PROFILES)
+    spec = spec_from_stored(json.loads(json.dumps(LAB.to_json())), PROFILES)
     assert decide(spec, again).to_json() == decide(LAB, seen).to_json()
 
 

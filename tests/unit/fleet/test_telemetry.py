@@ -5,7 +5,13 @@ import random
 
 import pytest
 
-from compiler.contract.telemetry import MAX_REASONS, MAX_SUM, Sketch, TelemetryBatch
+from compiler.contract.telemetry import (
+    MAX_REASONS,
+    MAX_SUM,
+    Sketch,
+    TelemetryBatch,
+    sketch_from_row,
+)
 from fleet.cohorts import Candidate
 from fleet.models import (
     Device,
@@ -16,9 +22,9 @@ from fleet.models import (
     TelemetryRollup,
 )
 from fleet.selectors.device_pages import below_normal_count, device_page, device_rows
-from fleet.selectors.listing import answers_summary
+from fleet.selectors.listing import answers_summary, rollout_arms
 from fleet.services import tick
-from fleet.services.baselines import slow_limits
+from fleet.services.baselines import WINDOWS, Limit, limit_of, usual_of
 from fleet.services.members import Member
 from fleet.services.telemetry import batches_forget, telemetry_ingest
 from fleet.services.tick import fleet_tick
@@ -145,6 +151,42 @@ def test_it_leaves_the_warm_up_out_of_the_latency_comparison(fleet):
     assert stats.slow == 2 * slow
 
 
+def test_windows_in_which_the_battery_lost_more_than_usual_are_counted(fleet):
+    row = enrolment(Arm.CONTROL)
+    assert row.thirsty_above is None, "no device had counted anything"
+    Enrolment.objects.filter(pk=row.pk).update(thirsty_above=8_000.0)
+    for seq in range(3):
+        told = tagged(row, seq, drain=sketch(0, 4_000, 7_500, 9_000))
+        telemetry_ingest(device_pk=row.device_id, batch=told, clock=fleet.clock)
+    stats = EnrolmentStats.objects.get(enrolment=row)
+    assert (stats.drained, stats.thirsty) == (8, 2), "the first ten answers are warm-up"
+    total = sketch_from_row(DeviceStats.objects.get(device=row.device).drain)
+    assert (total.count, total.count_above(8_000)) == (12, 3)
+    assert rollout_arms(row.rollout_id)["control"].counts["drained"] == 8
+
+
+def test_what_no_battery_counted_is_in_no_arm(fleet):
+    """A model's estimate comes as a gauge; it is shown, and the gate never sees it."""
+    row = enrolment(Arm.CONTROL)
+    Enrolment.objects.filter(pk=row.pk).update(thirsty_above=1.0)
+    gauges = {"energy_uj_per_answer": 10**9, "energy_is_model": 1}
+    gauges |= {"battery_millipercent_per_active_hour": 90_000}
+    for seq in range(3):
+        told = tagged(row, seq, gauges=gauges)
+        telemetry_ingest(device_pk=row.device_id, batch=told, clock=fleet.clock)
+    stats = EnrolmentStats.objects.get(enrolment=row)
+    assert (stats.drained, stats.thirsty) == (0, 0)
+
+
+def test_a_device_is_held_against_what_its_own_battery_lost():
+    own, pool = sketch(*[4_000] * 18), sketch(*[4_000] * 18, *[16_000] * 42)
+    found = limit_of(own, pool, 0.9, WINDOWS)
+    assert found.above == pytest.approx(4_000**0.75 * 16_000**0.25, rel=0.02)
+    assert (found.own, found.pool) == (18, 60)
+    assert limit_of(sketch(), pool, 0.9, WINDOWS).above == pytest.approx(16_000, rel=0.02)
+    assert limit_of(own, own, 0.9, WINDOWS).above is None, "18 windows are no stratum"
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -203,8 +245,8 @@ def test_it_takes_no_baseline_from_what_is_no_bundle_of_the_device(fleet):
     device.running_bundle, device.running_manifest_sha256 = None, "a" * 64
     bundle = make_bundle(make_version())
     member = Member(device, bundle, Candidate(device.device_id, device.stratum, can_control=False))
-    limit = slow_limits([member], quantile=0.9)[device.pk]
-    assert (limit.slow_ms, limit.own_answers, limit.pool_answers) == (None, 0, 0)
+    usual = usual_of([member], quantile=0.9)[device.pk]
+    assert usual.slow == usual.drain == Limit(None, 0, 0)
 
 
 def test_it_drives_the_other_rollouts_when_one_breaks(fleet, monkeypatch, caplog):
