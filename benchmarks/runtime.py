@@ -23,6 +23,7 @@ from typing import Final
 from benchmarks.answer import build
 from benchmarks.decode_plan import FIRST_POSITION
 from benchmarks.runner import Claim, main
+from benchmarks.runtime_calls import calls_claims
 from benchmarks.runtime_memory import (
     AHEAD,
     FULL,
@@ -114,6 +115,7 @@ def measure() -> list[Claim]:
         claims += part_claims(setting)
         claims += first_token_claims(setting)
         claims += memory_claims(setting)
+        claims += calls_claims(folder, setting.steps, setting.steering)
     claims += native_claims(target.id)
     return claims
 
