@@ -4,7 +4,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('fleet', '0004_degrade_rules'),
+        ('fleet', '0005_network_policy'),
     ]
 
     operations = [
