@@ -5,7 +5,8 @@ a section is loadable only if its bytes hash to the digest given here, whatever 
 delta, reuse) they came by.
 
 Schema `sparsefleet.release/1`, canonical JSON (`compiler.contract.canonical`), unknown fields
-refused.
+refused. In a confidential bundle every section also names its sealed form, which is what travels
+(`compiler.contract.sealing`); its schema is `sparsefleet.release/2`, which older agents refuse.
 """
 
 import re
@@ -26,9 +27,11 @@ from compiler.contract.planes import (
     Plane,
     require_component,
     require_cover,
+    sealed_size,
 )
 
 SCHEMA: Final = "sparsefleet.release/1"
+SEALED_SCHEMA: Final = "sparsefleet.release/2"
 MAX_MANIFEST_BYTES: Final = 8 * 1024 * 1024
 MAX_SECTIONS: Final = 65_536
 MAX_PLANES: Final = 65_536
@@ -52,16 +55,31 @@ _FIELDS: Final = frozenset(
 )
 _REQUIREMENT_FIELDS: Final = frozenset(("ram_bytes", "free_bytes", "agent_min"))
 _SECTION_FIELDS: Final = frozenset(("id", "size_bytes", "sha256", "planes"))
+_SEALED_FIELDS: Final = frozenset(("size_bytes", "sha256"))
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The sealed form of a section: the bytes that travel."""
+
+    size_bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One content-addressed file of a bundle."""
+    """One content-addressed file of a bundle; `sealed` in a confidential one."""
 
     component: str
     size_bytes: int
     sha256: str
     planes: tuple[Plane, ...] = ()
+    sealed: Sealed | None = None
+
+    @property
+    def travels(self) -> Sealed:
+        """Return size and digest of the bytes that are downloaded."""
+        return self.sealed or Sealed(self.size_bytes, self.sha256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +111,11 @@ class ReleaseManifest:
         """Return the size of all sections together, in bytes."""
         return sum(section.size_bytes for section in self.sections)
 
+    @property
+    def is_sealed(self) -> bool:
+        """Return whether the bundle is confidential: its sections travel sealed."""
+        return any(section.sealed is not None for section in self.sections)
+
     def section(self, component: str) -> Section:
         """Return the section called `component`.
 
@@ -108,7 +131,7 @@ class ReleaseManifest:
         """Return the canonical bytes; their SHA-256 is the identity of the bundle."""
         return canonical_bytes(
             {
-                "schema": SCHEMA,
+                "schema": SEALED_SCHEMA if self.is_sealed else SCHEMA,
                 "model": self.model,
                 "version": self.version,
                 "release_seq": self.release_seq,
@@ -147,7 +170,7 @@ def parse_manifest(data: bytes) -> ReleaseManifest:
     document = require_fields(
         parse_object(data, limit_bytes=MAX_MANIFEST_BYTES), _FIELDS, "manifest"
     )
-    if document["schema"] != SCHEMA:
+    if document["schema"] not in (SCHEMA, SEALED_SCHEMA):
         raise ContractError(f"manifest schema {document['schema']!r}, expected {SCHEMA!r}")
     manifest = ReleaseManifest(
         model=_name(document["model"], "model"),
@@ -160,7 +183,7 @@ def parse_manifest(data: bytes) -> ReleaseManifest:
         plan_abi=require_integer(document["plan_abi"], "plan_abi", 1, 1 << 16),
         requires=_requirements(document["requires"]),
         verified_on=_one_of(document["verified_on"], VERIFIED_ON),
-        sections=_sections(document["sections"]),
+        sections=_sections(document["sections"], is_sealed=document["schema"] == SEALED_SCHEMA),
         provenance_sha256=require_sha256(document["provenance_sha256"], "provenance_sha256"),
     )
     if manifest.to_bytes() != data:
@@ -169,16 +192,21 @@ def parse_manifest(data: bytes) -> ReleaseManifest:
 
 
 def _section_json(section: Section) -> Json:
-    return {
+    document: dict[str, Json] = {
         "id": section.component,
         "size_bytes": section.size_bytes,
         "sha256": section.sha256,
         "planes": [[plane.kind, plane.offset, plane.length] for plane in section.planes],
     }
+    sealed = section.sealed
+    if sealed is not None:
+        document["sealed"] = {"size_bytes": sealed.size_bytes, "sha256": sealed.sha256}
+    return document
 
 
-def _sections(value: Json) -> tuple[Section, ...]:
-    sections = tuple(_section(item) for item in require_list(value, "sections", MAX_SECTIONS))
+def _sections(value: Json, *, is_sealed: bool) -> tuple[Section, ...]:
+    items = require_list(value, "sections", MAX_SECTIONS)
+    sections = tuple(_section(item, is_sealed=is_sealed) for item in items)
     if not sections:
         raise ContractError("a bundle has at least one section")
     names = [section.component for section in sections]
@@ -187,12 +215,21 @@ def _sections(value: Json) -> tuple[Section, ...]:
     return sections
 
 
-def _section(value: Json) -> Section:
-    value = require_fields(value, _SECTION_FIELDS, "section")
+def _section(value: Json, *, is_sealed: bool) -> Section:
+    fields = _SECTION_FIELDS | {"sealed"} if is_sealed else _SECTION_FIELDS
+    value = require_fields(value, fields, "section")
     component = require_component(value["id"])
     size = require_integer(value["size_bytes"], "size_bytes", 0, MAX_SECTION_BYTES)
     planes = _planes(value["planes"], size)
-    return Section(component, size, require_sha256(value["sha256"], "sha256"), planes)
+    sealed = _sealed(value["sealed"], size) if is_sealed else None
+    return Section(component, size, require_sha256(value["sha256"], "sha256"), planes, sealed)
+
+
+def _sealed(value: Json, plain_bytes: int) -> Sealed:
+    value = require_fields(value, _SEALED_FIELDS, "sealed")
+    size = sealed_size(plain_bytes)
+    require_integer(value["size_bytes"], "sealed size_bytes", size, size)
+    return Sealed(size, require_sha256(value["sha256"], "sealed sha256"))
 
 
 def _planes(value: Json, size: int) -> tuple[Plane, ...]:

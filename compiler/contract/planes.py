@@ -18,6 +18,9 @@ from compiler.contract.errors import ContractError, LimitExceededError
 ELEMENT_BYTES: Final = MappingProxyType({"codes4": 1, "scales8": 1, "f32": 4, "raw": 1})
 PLANE_KINDS: Final = tuple(ELEMENT_BYTES)
 MAX_SECTION_BYTES: Final = 1 << 34
+# A sealed section (`compiler.contract.sealing`) is cut into chunks, each with a tag.
+SEALED_CHUNK_BYTES: Final = 64 * 1024
+SEAL_TAG_BYTES: Final = 16
 COMPONENT_PATTERN: Final = re.compile(
     r"plan|kernels|pipeline|selftest|router_stats|expert_groups|schedule|bands|policy|steering|weights\.shared"
     r"|adapter\.(?:0|[1-9][0-9]{0,3})|expert\.L(?:0|[1-9][0-9]{0,3})\.E(?:0|[1-9][0-9]{0,3})"
@@ -56,6 +59,12 @@ class Plane:
     def end(self) -> int:
         """First byte behind the plane."""
         return self.offset + self.length
+
+
+def sealed_size(size_bytes: int) -> int:
+    """Return the size of a section when it is sealed; an empty one has one empty chunk."""
+    chunks = max(1, -(-size_bytes // SEALED_CHUNK_BYTES))
+    return size_bytes + SEAL_TAG_BYTES * chunks
 
 
 def require_component(value: object) -> str:

@@ -4,6 +4,9 @@ Chain of one update, device on the left:
 
     POST enrol          signed by the device key (RFC 9421)   -> device id, trust anchors
     POST token          signed by the device key              -> session token (HMAC, short-lived)
+    GET  time-nonce                                           -> time and nonce, for a device whose
+    clock is wrong: it signs that nonce
+    POST rotate-key     signed by the old and the new key     -> the device has the new key
     GET  poll           session token, `If-None-Match`        -> 304, or an offer with the time of
     the next poll
     GET  updates/<id>/assignment?nonce=&network=              -> director assignment (TUF targets
@@ -32,6 +35,8 @@ PATH_ENROL: Final = "/d/v1/enrol"
 PATH_TOKEN: Final = "/d/v1/token"  # noqa: S105 -- a path, not a secret
 PATH_POLL: Final = "/d/v1/poll"
 PATH_TELEMETRY: Final = "/d/v1/telemetry"
+PATH_TIME: Final = "/d/v1/time-nonce"
+PATH_ROTATE: Final = "/d/v1/rotate-key"
 PATH_TUF: Final = "/tuf/"
 ASSIGNMENT_SCHEMA: Final = "sparsefleet.assignment/1"
 REPORT_SCHEMA: Final = "sparsefleet.report/1"
@@ -52,6 +57,10 @@ SIGNATURE_COMPONENTS: Final = (
     "content-type",
 )
 SIGNATURE_MAX_AGE_S: Final = 300
+# The second signature of a rotation, by the new key.
+NEW_KEY_TAG: Final = "sparsefleet-new-key"
+# Code of the answer to a signature that is good but for its time.
+CODE_CLOCK: Final = "fleet.clock"
 
 
 class UpdateState(StrEnum):
@@ -266,11 +275,54 @@ def parse_report(data: bytes) -> UpdateReport:
 
 @dataclass(frozen=True, slots=True)
 class DeltaOffer:
-    """A delta from the bundle a device runs to the assigned one; signed inside the assignment."""
+    """A delta from the bundle a device runs to the assigned one; signed inside the assignment.
+
+    `sha256` and `size_bytes` are of the bytes that travel. Those of a confidential bundle are
+    sealed, and `plain_sha256` and `plain_bytes` are what they open to; else empty and 0.
+    """
 
     base_manifest_sha256: str
     sha256: str
     size_bytes: int
+    plain_sha256: str = ""
+    plain_bytes: int = 0
+
+    @property
+    def opened(self) -> "DeltaOffer":
+        """Return the offer with the bytes that the delta codec reads."""
+        if not self.plain_sha256:
+            return self
+        return DeltaOffer(self.base_manifest_sha256, self.plain_sha256, self.plain_bytes)
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the JSON form."""
+        document: dict[str, Json] = {
+            "base_manifest_sha256": self.base_manifest_sha256,
+            "sha256": self.sha256,
+            "size_bytes": self.size_bytes,
+        }
+        if self.plain_sha256:
+            document["plain_sha256"] = self.plain_sha256
+            document["plain_bytes"] = self.plain_bytes
+        return document
+
+
+def delta_offer_from_json(value: Mapping[str, Json]) -> DeltaOffer:
+    """Parse an offer of a delta.
+
+    Raises:
+        ContractError: A field is missing or of the wrong type.
+    """
+    is_sealed = value.get("plain_sha256") is not None
+    return DeltaOffer(
+        base_manifest_sha256=require_sha256(
+            value.get("base_manifest_sha256"), "base_manifest_sha256"
+        ),
+        sha256=require_sha256(value.get("sha256"), "delta sha256"),
+        size_bytes=integer(value, "size_bytes"),
+        plain_sha256=require_sha256(value["plain_sha256"], "plain_sha256") if is_sealed else "",
+        plain_bytes=integer(value, "plain_bytes") if is_sealed else 0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +330,7 @@ class Assignment:
     """The `custom` part of a director's targets document: the whole state a device shall have.
 
     `network_policy` is said only if it is not `any`.
+    `content_key` opens a confidential bundle: base64 of a key wrapped for this device, or empty.
     """
 
     device_id: str
@@ -288,18 +341,11 @@ class Assignment:
     security_floor: int
     delta: DeltaOffer | None
     network_policy: NetworkPolicy = NetworkPolicy.ANY
+    content_key: str = ""
 
     def to_json(self) -> dict[str, Json]:
         """Return the JSON form stored as `custom` of the one target."""
-        delta: Json = None
-        if self.delta is not None:
-            delta = {
-                "base_manifest_sha256": self.delta.base_manifest_sha256,
-                "sha256": self.delta.sha256,
-                "size_bytes": self.delta.size_bytes,
-            }
-        bound = self.network_policy is not NetworkPolicy.ANY
-        return {
+        document: dict[str, Json] = {
             "schema": ASSIGNMENT_SCHEMA,
             "device_id": self.device_id,
             "key_thumbprint": self.key_thumbprint,
@@ -307,9 +353,13 @@ class Assignment:
             "nonce": self.nonce,
             "kind": self.kind.value,
             "security_floor": self.security_floor,
-            "delta": delta,
-            **({"network_policy": self.network_policy.value} if bound else {}),
+            "delta": None if self.delta is None else self.delta.to_json(),
         }
+        if self.network_policy is not NetworkPolicy.ANY:
+            document["network_policy"] = self.network_policy.value
+        if self.content_key:
+            document["content_key"] = self.content_key
+        return document
 
 
 def assignment_from_json(document: Mapping[str, Json]) -> Assignment:
@@ -333,18 +383,9 @@ def assignment_from_json(document: Mapping[str, Json]) -> Assignment:
         nonce=text(document, "nonce"),
         kind=OfferKind(text(document, "kind")),
         security_floor=integer(document, "security_floor"),
-        delta=None if delta is None else _delta_offer(delta),
+        delta=None if delta is None else delta_offer_from_json(delta),
         network_policy=NetworkPolicy(str(policy)),
-    )
-
-
-def _delta_offer(value: Mapping[str, Json]) -> DeltaOffer:
-    return DeltaOffer(
-        base_manifest_sha256=require_sha256(
-            value.get("base_manifest_sha256"), "base_manifest_sha256"
-        ),
-        sha256=require_sha256(value.get("sha256"), "delta sha256"),
-        size_bytes=integer(value, "size_bytes"),
+        content_key=text(document, "content_key") if "content_key" in document else "",
     )
 
 

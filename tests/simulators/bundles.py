@@ -2,11 +2,12 @@
 
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from compiler.contract.canonical import sha256_hex
-from compiler.contract.manifest import ReleaseManifest, Requirements, Section, target_path
+from compiler.contract.manifest import ReleaseManifest, Requirements, Sealed, Section, target_path
 from compiler.contract.planes import Plane
+from compiler.contract.sealing import seal
 from compiler.delta import EncodeOptions, SectionBytes, encode_delta
 
 CODES = 4096
@@ -19,6 +20,7 @@ class ToyBundle:
 
     manifest: ReleaseManifest
     sections: dict[str, SectionBytes]
+    boxes: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def manifest_bytes(self) -> bytes:
@@ -34,7 +36,13 @@ class ToyBundle:
 
     @property
     def blobs(self) -> dict[str, bytes]:
+        """Return digest -> bytes of what is on a device."""
         return {section.sha256: section.data for section in self.sections.values()}
+
+    @property
+    def travels(self) -> dict[str, bytes]:
+        """Return digest -> bytes of what is downloaded."""
+        return self.boxes or self.blobs
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,16 @@ def toy_bundle(spec: ToySpec) -> ToyBundle:
         provenance_sha256=sha256_hex(b"toy"),
     )
     return ToyBundle(manifest, sections)
+
+
+def sealed_toy(bundle: ToyBundle, key: bytes) -> ToyBundle:
+    """Return a bundle as a confidential one, sealed with this content key."""
+    boxes, rows = {}, []
+    for row in bundle.manifest.sections:
+        box = b"".join(seal(key, row.component, row.sha256, [bundle.blobs[row.sha256]]))
+        boxes[sha256_hex(box)] = box
+        rows.append(replace(row, sealed=Sealed(len(box), sha256_hex(box))))
+    return replace(bundle, manifest=replace(bundle.manifest, sections=tuple(rows)), boxes=boxes)
 
 
 def toy_delta(old: ToyBundle, new: ToyBundle) -> bytes:

@@ -191,7 +191,7 @@ class ReleaseServer:
 
     def publish(self, bundle: ToyBundle) -> ToyBundle:
         self.image.add(bundle.path, bundle.manifest_bytes)
-        self.blobs.update(bundle.blobs)
+        self.blobs.update(bundle.travels)
         return bundle
 
     def publish_delta(self, old: ToyBundle, new: ToyBundle) -> DeltaOffer:
