@@ -43,9 +43,16 @@ class ModelIn(Asked):
     title: str = Field("", max_length=200)
 
 
+class ModelChange(Asked):
+    confidential: bool = Field(
+        ..., description="Bundles of versions built from now on travel sealed."
+    )
+
+
 class ModelOut(Schema):
     name: str
     title: str
+    confidential: bool
     created_at: datetime
 
 

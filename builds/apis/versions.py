@@ -6,7 +6,15 @@ from typing import Annotated
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from ninja import Header, Query, Router, Status
 
-from builds.apis.schemas import ModelIn, ModelOut, ModelPage, VersionIn, VersionOut, VersionPage
+from builds.apis.schemas import (
+    ModelChange,
+    ModelIn,
+    ModelOut,
+    ModelPage,
+    VersionIn,
+    VersionOut,
+    VersionPage,
+)
 from builds.common.auth import request_actor, require
 from builds.common.errors import NotFoundError
 from builds.common.idempotency import answer_once
@@ -15,7 +23,7 @@ from builds.common.roles import Permission
 from builds.models import Model, ModelVersion
 from builds.pipeline import FileRef, Submission
 from builds.selectors.catalogue import model_list, version_get, version_list
-from builds.services.versions import model_create, version_submit
+from builds.services.versions import model_confidential_set, model_create, version_submit
 
 router = Router()
 Limit = Annotated[int, Query(DEFAULT_LIMIT)]
@@ -27,6 +35,14 @@ def model_post(request: HttpRequest, body: ModelIn) -> Status[Model]:
     """Make a model; making it again returns the same one."""
     model, created = model_create(actor=request_actor(request), name=body.name, title=body.title)
     return Status(HTTPStatus.CREATED if created else HTTPStatus.OK, model)
+
+
+@router.patch("/models/{model}", response=ModelOut, operation_id="model_change")
+def model_patch(request: HttpRequest, model: str, body: ModelChange) -> Model:
+    """Say whether the bundles of a model travel sealed."""
+    return model_confidential_set(
+        actor=request_actor(request), name=model, confidential=body.confidential
+    )
 
 
 @router.get("/models", response=ModelPage, operation_id="model_list")

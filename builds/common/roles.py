@@ -22,6 +22,7 @@ class Permission(StrEnum):
     VIEW = "view"
     SUBMIT = "submit"
     BUILD_RETRY = "build_retry"
+    MODEL_EDIT = "model_edit"
     TARGET_ACTIVATE = "target_activate"
     DEVICE_ADMIT = "device_admit"
     GROUP_EDIT = "group_edit"
@@ -39,6 +40,7 @@ _P = Permission
 _VIEWER: Final = frozenset({_P.VIEW})
 _DEVELOPER: Final = _VIEWER | {_P.SUBMIT, _P.BUILD_RETRY}
 _RELEASE_MANAGER: Final = _DEVELOPER | {
+    _P.MODEL_EDIT,
     _P.TARGET_ACTIVATE,
     _P.DEVICE_ADMIT,
     _P.GROUP_EDIT,

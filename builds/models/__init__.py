@@ -13,7 +13,7 @@ from builds.models.jobs import (
     VersionCheck,
 )
 from builds.models.metadata import MetadataDraft, MetadataFile, Repository
-from builds.models.versions import Blob, Model, ModelVersion, Target, VersionTransition
+from builds.models.versions import Blob, ContentKey, Model, ModelVersion, Target, VersionTransition
 
 __all__ = [
     "ApiToken",
@@ -25,6 +25,7 @@ __all__ = [
     "BuildTransition",
     "Bundle",
     "BundleSection",
+    "ContentKey",
     "Delta",
     "DeltaTransition",
     "IdempotencyKey",

@@ -100,6 +100,7 @@ class Bundle(models.Model):
     manifest = models.BinaryField()
     total_bytes = models.BigIntegerField()
     verified_on = models.CharField(max_length=16)
+    is_sealed = models.BooleanField(default=False)
     created_at = models.DateTimeField(auto_now_add=True)
     approved_at = models.DateTimeField(null=True, blank=True)
     approved_by = models.CharField(max_length=150, blank=True)
@@ -118,12 +119,13 @@ class Bundle(models.Model):
 
 
 class BundleSection(models.Model):
-    """One content-addressed file of a bundle."""
+    """One content-addressed file of a bundle; in a confidential one `sealed_sha256` is sent."""
 
     bundle = models.ForeignKey(Bundle, on_delete=models.CASCADE, related_name="sections")
     component = models.CharField(max_length=64)
     sha256 = models.CharField(max_length=64, db_index=True)
     size_bytes = models.BigIntegerField()
+    sealed_sha256 = models.CharField(max_length=64, blank=True)
 
     class Meta:
         ordering = ("bundle", "component")
@@ -139,6 +141,8 @@ class Delta(LeasedModel):
     """How to make the sections of `new` from those of `base`; `sha256` is the blob to download.
 
     `is_urgent`: devices of a rollout under way wait for it, so it is built before others.
+    If `new` is confidential, the blob is sealed; `plain_sha256` and `plain_bytes` are what it opens
+    to.
     """
 
     base = models.ForeignKey(Bundle, on_delete=models.PROTECT, related_name="deltas_from")
@@ -147,6 +151,8 @@ class Delta(LeasedModel):
     is_urgent = models.BooleanField(default=False)
     sha256 = models.CharField(max_length=64, blank=True)
     size_bytes = models.BigIntegerField(default=0)
+    plain_sha256 = models.CharField(max_length=64, blank=True)
+    plain_bytes = models.BigIntegerField(default=0)
     bsdiff4_bytes = models.BigIntegerField(null=True, blank=True)
     report = models.JSONField(default=dict)
 

@@ -22,10 +22,11 @@ class Blob(models.Model):
 
 
 class Model(models.Model):
-    """A product line, e.g. `doc-reader`."""
+    """A product line, e.g. `doc-reader`; the bundles of a confidential one travel sealed."""
 
     name = models.CharField(max_length=64, unique=True, validators=[_name_validator])
     title = models.CharField(max_length=200, blank=True)
+    confidential = models.BooleanField(default=False)
     created_at = models.DateTimeField(auto_now_add=True)
 
     class Meta:
@@ -69,6 +70,19 @@ class ModelVersion(models.Model):
 
     def __str__(self) -> str:
         return f"{self.model.name} {self.version}"
+
+
+class ContentKey(models.Model):
+    """The key of a confidential release, itself encrypted; see `builds.services.content_keys`."""
+
+    version = models.OneToOneField(
+        ModelVersion, on_delete=models.CASCADE, related_name="content_key"
+    )
+    wrapped = models.BinaryField(max_length=128)
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    def __str__(self) -> str:
+        return f"content key of version {self.version_id}"
 
 
 class VersionTransition(TransitionBase):

@@ -1,7 +1,7 @@
 """From a checked compiler output to a bundle: published at once, or when a person approved it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from builds.common.clock import Clock, SystemClock
 from builds.common.transitions import apply_transition
 from builds.models import BuildJob, BuildTransition, Bundle, BundleSection, Target
 from builds.services.blobs import blob_keep
+from builds.services.content_keys import content_key_for_build, sections_seal
 from builds.services.jobs import CLEARED, build_advance, build_owned
 from builds.services.signing import release_publish
 from builds.services.version_states import version_accept
@@ -43,6 +44,7 @@ def build_finish(
 ) -> Bundle:
     """Keep the sections, mark the job ready, and sign and publish unless a person has to approve.
 
+    The sections of a confidential model are kept sealed as well, and the manifest names both forms.
     Blobs are stored before the transaction: they are content-addressed, so a run that dies in
     between leaves nothing wrong, and the next one stores nothing twice.
 
@@ -52,6 +54,10 @@ def build_finish(
     """
     for section in output.manifest.sections:
         blob_keep(path=output.sections[section.component], sha256=section.sha256)
+    content_key = content_key_for_build(job.version)
+    if content_key is not None:
+        sealed = sections_seal(content_key, output.manifest, output.sections)
+        output = replace(output, manifest=sealed)
     artifacts = {}
     for name, path in output.artifacts.items():
         artifacts[name] = sha256_hex(path.read_bytes())
@@ -109,6 +115,7 @@ def _bundle_create(job: BuildJob, manifest: ReleaseManifest) -> Bundle:
         manifest=data,
         total_bytes=manifest.total_bytes,
         verified_on=manifest.verified_on,
+        is_sealed=manifest.is_sealed,
     )
     BundleSection.objects.bulk_create(
         [
@@ -117,6 +124,7 @@ def _bundle_create(job: BuildJob, manifest: ReleaseManifest) -> Bundle:
                 component=section.component,
                 sha256=section.sha256,
                 size_bytes=section.size_bytes,
+                sealed_sha256=section.sealed.sha256 if section.sealed else "",
             )
             for section in manifest.sections
         ]

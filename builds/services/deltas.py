@@ -26,6 +26,7 @@ from builds.common.transitions import apply_transition
 from builds.errors import CompileFailure
 from builds.models import Bundle, Delta, DeltaTransition
 from builds.services.blobs import blob_keep
+from builds.services.content_keys import content_key_of, delta_seal
 from builds.services.delta_queue import delta_enter, deltas_admit
 from builds.services.jobs import CLEARED, backoff
 from builds.services.leases import lease_extend, lease_length, lease_require, rows_ring
@@ -144,10 +145,7 @@ def delta_finish(
     """
     size = output.path.stat().st_size
     is_worth_it = size <= settings.SPARSEFLEET.delta_max_ratio * output.full_bytes
-    sha256 = ""
-    if is_worth_it:
-        sha256 = sha256_hex(output.path.read_bytes())
-        blob_keep(path=output.path, sha256=sha256)
+    kept = _keep(delta, output.path) if is_worth_it else {"size_bytes": size}
     with transaction.atomic():
         lease_require(_held(delta), owner)
         apply_transition(
@@ -158,8 +156,7 @@ def delta_finish(
             actor=owner,
             changes={
                 **CLEARED,
-                "sha256": sha256,
-                "size_bytes": size,
+                **kept,
                 "bsdiff4_bytes": output.bsdiff4_bytes,
                 "report": {**output.report, "full_bytes": output.full_bytes},
                 "error_code": "",
@@ -170,6 +167,22 @@ def delta_finish(
         )
         audit(actor=owner, action="delta.finish", obj=delta, size_bytes=size, kept=is_worth_it)
     return delta
+
+
+def _keep(delta: Delta, path: Path) -> dict[str, object]:
+    """Keep a delta, sealed if the bundle that it leads to is; return what the row says of it."""
+    size, sha256 = path.stat().st_size, sha256_hex(path.read_bytes())
+    key = content_key_of(delta.new.version) if delta.new.is_sealed else None
+    if key is None:
+        blob_keep(path=path, sha256=sha256)
+        return {"sha256": sha256, "size_bytes": size}
+    sealed = delta_seal(key, path, sha256)
+    return {
+        "sha256": sealed.sha256,
+        "size_bytes": sealed.size_bytes,
+        "plain_sha256": sha256,
+        "plain_bytes": size,
+    }
 
 
 @transaction.atomic

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from django.conf import settings
 from django.db import transaction
-from tuf.api.metadata import Metadata, Root, Targets
+from tuf.api.metadata import Metadata, Root, TargetFile, Targets
 
 from builds.ceremony import first_documents
 from builds.common.auth import SYSTEM
@@ -180,6 +180,7 @@ def assignment_sign(
     delta: Delta | None,
     security_floor: int,
     network_policy: NetworkPolicy = NetworkPolicy.ANY,
+    content_key: str = "",
     clock: Clock | None = None,
 ) -> bytes:
     """Return a director document that assigns `bundle` to one device, and to nobody else.
@@ -194,6 +195,7 @@ def assignment_sign(
         delta: How to get there from the bundle the device runs; only a ready one is named.
         security_floor: Least security epoch that the device may run from now on.
         network_policy: What it may fetch on a metered network.
+        content_key: Wrapped for this device, base64, if the bundle is confidential; else empty.
         clock: The time of signing; this machine's by default.
 
     Returns:
@@ -213,12 +215,11 @@ def assignment_sign(
         security_floor=security_floor,
         network_policy=network_policy,
         delta=_delta_offer(bundle, delta),
+        content_key=content_key,
     )
-    path, length = bundle_path(bundle), len(bundle.manifest_bytes)
-    target = target_file(path, length, bundle.manifest_sha256, assignment.to_json())
-    expires = expiry("assignment", now)
-    document = Metadata(Targets(version=assignment_seq, expires=expires, targets={path: target}))
-    return _by_director(document)
+    size, custom = len(bundle.manifest_bytes), assignment.to_json()
+    target = target_file(bundle_path(bundle), size, bundle.manifest_sha256, custom)
+    return _directive(target, assignment_seq, now)
 
 
 def rules_sign(*, order: RulesOrder, clock: Clock | None = None) -> bytes:
@@ -230,10 +231,13 @@ def rules_sign(*, order: RulesOrder, clock: Clock | None = None) -> bytes:
     now = (clock or SystemClock()).now()
     body = order.body()
     target = target_file(RULES_PATH, len(body), sha256_hex(body), order.to_json())
+    return _directive(target, order.revision, now)
+
+
+def _directive(target: TargetFile, version: int, now: datetime) -> bytes:
+    """Return the director's document of one target."""
     expires = expiry("assignment", now)
-    document = Metadata(
-        Targets(version=order.revision, expires=expires, targets={RULES_PATH: target})
-    )
+    document = Metadata(Targets(version=version, expires=expires, targets={target.path: target}))
     return _by_director(document)
 
 
@@ -296,4 +300,6 @@ def _delta_offer(bundle: Bundle, delta: Delta | None) -> DeltaOffer | None:
         base_manifest_sha256=delta.base.manifest_sha256,
         sha256=delta.sha256,
         size_bytes=delta.size_bytes,
+        plain_sha256=delta.plain_sha256,
+        plain_bytes=delta.plain_bytes,
     )

@@ -45,6 +45,25 @@ def model_create(*, actor: Actor, name: str, title: str = "") -> tuple[Model, bo
     return model, created
 
 
+@transaction.atomic
+def model_confidential_set(*, actor: Actor, name: str, confidential: bool) -> Model:
+    """Say whether the bundles of a model travel sealed; it holds for versions built from now on.
+
+    Raises:
+        ForbiddenError: The actor may not.
+        NotFoundError: No such model.
+    """
+    require(actor, Permission.MODEL_EDIT)
+    model = Model.objects.select_for_update().filter(name=name).first()
+    if model is None:
+        raise NotFoundError(f"no model {name!r}")
+    if model.confidential != confidential:
+        model.confidential = confidential
+        model.save(update_fields=["confidential"])
+        audit(actor=actor.name, action="model.confidential", obj=model, confidential=confidential)
+    return model
+
+
 def version_submit(
     *, actor: Actor, model_name: str, submission: Submission
 ) -> tuple[ModelVersion, bool]:

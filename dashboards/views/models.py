@@ -4,13 +4,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from django.http import HttpRequest, HttpResponse
-from django.views.decorators.http import require_safe
+from django.contrib import messages
+from django.http import HttpRequest, HttpResponse, HttpResponseBase
+from django.shortcuts import redirect
+from django.views.decorators.http import require_POST, require_safe
 
 from builds.common.auth import Actor
+from builds.common.roles import Permission
 from builds.models import ModelVersion
 from builds.selectors.pages import MatrixCell, MatrixRow, deltas_of, model_matrices
 from builds.selectors.pages import version_detail as find_version
+from builds.services.versions import model_confidential_set
 from dashboards.pages import page, show
 from dashboards.quality import Claim, claim_of
 from fleet.selectors.pages import Measured, measured_by_manifest
@@ -45,6 +49,14 @@ def _list(request: HttpRequest, actor: Actor) -> HttpResponse:
     ]
     context = {"models": models}
     return show(request, actor, "model_list", context, fragment="_model_matrices", final=is_final)
+
+
+def _confidential(request: HttpRequest, actor: Actor, model: str) -> HttpResponseBase:
+    wanted = request.POST.get("confidential") == "yes"
+    model_confidential_set(actor=actor, name=model, confidential=wanted)
+    way = "travel sealed" if wanted else "travel as they are"
+    messages.success(request, f"Bundles of new versions of {model} {way}.")
+    return redirect("model-list")
 
 
 def _detail(request: HttpRequest, actor: Actor, model: str, version: str) -> HttpResponse:
@@ -88,4 +100,5 @@ def _line(
 
 
 model_list = require_safe(page(_list))
+confidential = require_POST(page(_confidential, needs=Permission.MODEL_EDIT))
 version_detail = require_safe(page(_detail))
