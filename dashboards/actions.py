@@ -64,6 +64,8 @@ DEVICE_ACTIONS: Final[Mapping[str, ActionRow]] = {
     for row in (
         ActionRow("accept", "Accept", _DE.ACCEPT, _P.DEVICE_ADMIT, "primary"),
         ActionRow("reject", "Reject", _DE.REJECT, _P.DEVICE_ADMIT),
+        ActionRow("release", "Release", _DE.RELEASE, _P.DEVICE_ADMIT, "primary"),
+        ActionRow("quarantine", "Quarantine", _DE.QUARANTINE, _P.DEVICE_ADMIT),
         ActionRow("retire", "Retire", _DE.RETIRE, _P.DEVICE_ADMIT),
     )
 }

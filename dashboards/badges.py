@@ -51,7 +51,7 @@ TONES: Final[Mapping[str, str]] = MappingProxyType(
         **_rows(
             GOOD,
             *("ready", "validated", "passed", "succeeded", "accepted", "active", "pass"),
-            *("online", "device", "host", "intact"),
+            *("online", "device", "host", "intact", "confidential"),
         ),
         **_rows(
             WARN,
@@ -70,7 +70,7 @@ TONES: Final[Mapping[str, str]] = MappingProxyType(
         **_rows(
             BAD,
             *("failed", "failed_user", "failed_app", "invalid", "rejected", "rolled_back"),
-            *("fail", "error", "broken", "offline"),
+            *("fail", "error", "broken", "offline", "quarantined", "second_key", "clone"),
         ),
     }
 )
@@ -108,6 +108,10 @@ TITLES: Final[Mapping[str, str]] = MappingProxyType(
         "too_large": "The delta would save too little: devices download the sections whole.",
         "deferred": "The queue of deltas is full: it is built as soon as there is room.",
         "inconclusive": "The evidence does not yet speak for or against the version.",
+        "quarantined": "Gets no answer: somebody has to release or retire it.",
+        "confidential": "Bundles of new versions travel sealed; each device gets its own key.",
+        "second_key": "Another key asked to join under a known serial number.",
+        "clone": "Two machines use one identity.",
         "no_data": "No telemetry has arrived: the stage is held, never promoted.",
         "unmeasured": "No cost model was fitted to this target: its bundles carry priors.",
         "probation": "Running the new bundle, armed to return by itself.",

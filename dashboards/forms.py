@@ -186,6 +186,23 @@ def everyone(model: str) -> str:
     return f"all-{model}"[:MAX_GROUP_NAME]
 
 
+class PreauthorisationForm(forms.Form):
+    """One device that may join with one key."""
+
+    serial = forms.CharField(label="Serial number", max_length=96)
+    key_thumbprint = forms.CharField(
+        label="Key thumbprint",
+        max_length=64,
+        help_text="SHA-256 of its public key; `python -m device_agent thumbprint` prints it",
+    )
+    device_class = forms.CharField(
+        label="Class", max_length=32, required=False, help_text="empty: what the device says"
+    )
+    replaces = forms.BooleanField(
+        label="The device is enrolled and shall have this key from now on", required=False
+    )
+
+
 def parse_stages(text: str) -> list[Goal]:
     """Read `2 devices, 25 %, 100 %` as goals.
 

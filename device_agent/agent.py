@@ -16,7 +16,7 @@ from device_agent.config import AgentConfig
 from device_agent.enrolment import Enroller, Enrolment, load_enrolment
 from device_agent.errors import AgentError, CrashLoopError, StateLostError
 from device_agent.http import HttpClient
-from device_agent.identity import DeviceKey
+from device_agent.identity import DeviceKey, DeviceKeys
 from device_agent.machine import Facts, Step, StepResult, UpdateMachine, describe
 from device_agent.ports import Ports
 from device_agent.runtime.host import SessionHost
@@ -34,6 +34,7 @@ from device_agent.update.context import UpdateContext
 from device_agent.update.fetch import Fetcher
 from device_agent.update.install import InstallSteps
 from device_agent.update.loop import Poller, UpdateLoop
+from device_agent.update.opening import Opener
 from device_agent.update.probation import STUCK_TIMEOUTS, Probation
 from device_agent.update.rules import RulesWatch
 from device_agent.update.self_check import require_working_verifier
@@ -71,8 +72,8 @@ class Agent:
         self.trust = TrustFolder(disk, folder / "trust")
         self.floors = FloorStore(disk, folder / "trust")
         self.http = HttpClient(config, clock, self.ports.transport)
-        self.key = DeviceKey.load_or_make(disk, folder / "identity")
-        self.api = DeviceApi(self.http, self.key, clock)
+        self.keys = DeviceKeys(disk, folder / "identity")
+        self.api = DeviceApi(self.http, self.keys, clock)
         self.engine = self.ports.engine(self.store, config)
         self.host = SessionHost(STUCK_TIMEOUTS * config.answer_timeout_s)
         self.counters = Counters()
@@ -85,6 +86,11 @@ class Agent:
         self.machine: UpdateMachine | None = None
         self.loop: UpdateLoop | None = None
         self.rules: RulesWatch | None = None
+
+    @property
+    def key(self) -> DeviceKey:
+        """Return the key of this device; it may be replaced."""
+        return self.api.key
 
     def enrolment(self) -> Enrolment:
         """Return the enrolment record.
@@ -100,6 +106,17 @@ class Agent:
         enroller = Enroller(self.config, self.ports.disk, folder, self.trust, self.floors)
         return enroller.enrol(self.api, self.fingerprint, accept_state_loss=accept_state_loss)
 
+    def rotate_key(self) -> str:
+        """Replace the key of this device; return the thumbprint of the new one.
+
+        Raises:
+            NotEnrolledError: Enrol first.
+            RefusedError: The server does not want that; the key stays.
+            NetworkError: It is unknown what the server did; either key goes on working.
+        """
+        self.api.device_id = self.enrolment().device_id
+        return self.api.rotate_key()
+
     def boot(self) -> UpdateLoop:
         """Start the installed bundle, take up an interrupted update, and return the update loop.
 
@@ -111,7 +128,9 @@ class Agent:
             TrustError: This agent does not refuse forged metadata; it must not run.
         """
         require_working_verifier()
-        verifier = self._verifier(self.enrolment())
+        enrolment = self.enrolment()
+        self.api.device_id = enrolment.device_id
+        verifier = self._verifier(enrolment)
         self.rules = RulesWatch(
             verifier,
             self.engine.rules,
@@ -233,6 +252,7 @@ class Agent:
             slots=self.slots,
             verifier=verifier,
             fetcher=Fetcher(self.api, self.store, self.config, clock),
+            opener=Opener(self.store, self.keys.seal, lambda: self.api.device_id),
             require_wanted=self.poller.watch.require_wanted,
         )
 

@@ -1,11 +1,15 @@
 """The device protocol, spoken by the device: one method per address of `/d/v1/`.
 
 Enrolment and token requests are signed with the device key; the token is fetched when needed,
-shared by all threads, and fetched anew when it is about to end or was refused.
+shared by all threads, and fetched anew when it is about to end or was refused. A server that does
+not believe the clock of this device is asked for a nonce, which is signed instead. While the key is
+being replaced, whichever of the two the server knows is used.
 """
 
+import logging
+import re
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -16,13 +20,18 @@ from compiler.contract.canonical import Json, canonical_bytes, parse_object
 from compiler.contract.errors import ContractError
 from compiler.contract.fingerprint import Fingerprint
 from compiler.contract.protocol import (
+    CODE_CLOCK,
     MAX_DOCUMENT_BYTES,
+    NEW_KEY_TAG,
     PATH_ENROL,
     PATH_POLL,
+    PATH_ROTATE,
     PATH_TELEMETRY,
+    PATH_TIME,
     PATH_TOKEN,
     PollAnswer,
     UpdateReport,
+    integer,
     parse_poll_answer,
     text,
 )
@@ -32,21 +41,28 @@ from device_agent.errors import (
     CancelledError,
     PostponedError,
     ProtocolError,
+    RefusedError,
     UnauthorizedError,
 )
 from device_agent.http import (
     HttpClient,
     Response,
     StreamResponse,
+    problem_code,
     problem_text,
     require_success,
 )
-from device_agent.identity import DeviceKey
+from device_agent.identity import DEVICE_ID_DIGITS, DeviceKey, DeviceKeys
 
 RUNNING_HEADER: Final = "Sparsefleet-Running"
+BOOT_HEADER: Final = "Sparsefleet-Boot"
 MAX_ROOT_BYTES: Final = 512_000
 TOKEN_EARLY_RATIO: Final = 0.8
 _JSON: Final = {"Content-Type": "application/json"}
+_DEVICE_ID: Final = re.compile(rf"[0-9a-f]{{{DEVICE_ID_DIGITS}}}", re.ASCII)
+# The key that a request is signed with, and the one that shall replace it.
+_Signers = tuple[DeviceKey, DeviceKey | None]
+log = logging.getLogger("device_agent.api")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +81,7 @@ class EnrolmentAnswer:
     """What it is told.
 
     Attributes:
-        device_id: Derived from the key, the same on both sides.
+        device_id: Derived from the first key of this device; stays when the key is replaced.
         state: `pending`, `accepted` ...
         image_root, director_root: Signed TUF root documents: the roots of trust from now on.
         tuf_path: Path of the update metadata on the same server.
@@ -83,10 +99,12 @@ class EnrolmentAnswer:
 class DeviceApi:
     """The server as one device sees it."""
 
-    def __init__(self, http: HttpClient, key: DeviceKey, clock: Clock) -> None:
+    def __init__(self, http: HttpClient, keys: DeviceKeys, clock: Clock) -> None:
         self._http = http
-        self._key = key
+        self._keys = keys
         self._clock = clock
+        self.device_id = keys.current.device_id
+        self.clock_skew_s = 0.0
         self._lock = threading.Lock()
         self._token = ""
         self._token_until = 0.0
@@ -95,8 +113,8 @@ class DeviceApi:
 
     @property
     def key(self) -> DeviceKey:
-        """Return the identity of this device."""
-        return self._key
+        """Return the key of this device."""
+        return self._keys.current
 
     def enrol(self, wanted: EnrolmentRequest) -> EnrolmentAnswer:
         """Register this device; the same key again gives the same device.
@@ -109,7 +127,8 @@ class DeviceApi:
             "claim": wanted.claim,
             "serial": wanted.serial,
             "name": wanted.name,
-            "public_key": self._key.public_base64,
+            "public_key": self.key.public_base64,
+            "seal_key": self._keys.seal.public_base64,
             "model": wanted.model,
             "fingerprint": wanted.fingerprint.to_json(),
         }
@@ -117,20 +136,50 @@ class DeviceApi:
             self._signed(PATH_ENROL, document, limit_bytes=4 * MAX_ROOT_BYTES), PATH_ENROL
         )
         try:
-            return _enrolment(parse_object(response.body), self._key.device_id)
+            answer = _enrolment(parse_object(response.body))
         except ContractError as error:
             raise ProtocolError(f"{PATH_ENROL}: {error}") from error
+        self.device_id = answer.device_id
+        return answer
 
-    def poll(self, running_sha256: str) -> PollAnswer:
+    def rotate_key(self) -> str:
+        """Replace the key of this device by a new one; return the thumbprint that holds now.
+
+        Raises:
+            RefusedError: The server does not want the new key; the old one stays.
+            AgentError: Nobody knows whether it has it; the next token exchange finds out.
+        """
+        following = self._keys.begin()
+        body = canonical_bytes({"device_id": self.device_id, "public_key": following.public_base64})
+        with self._lock:
+            response = self._fresh(PATH_ROTATE, body, MAX_DOCUMENT_BYTES, (self.key, following))
+            if response.status == HTTPStatus.UNAUTHORIZED:
+                self._token, life_s = (
+                    self._exchange()
+                )  # it may have the new key since an earlier try
+                self._token_until = self._clock.monotonic() + life_s * TOKEN_EARLY_RATIO
+                if self._keys.next is None:
+                    return self.key.thumbprint
+            try:
+                require_success(response, PATH_ROTATE)
+            except RefusedError:
+                self._keys.drop_next()
+                raise
+            self._keys.promote()
+            self._token = ""
+        return self.key.thumbprint
+
+    def poll(self, running_sha256: str, boot: str = "") -> PollAnswer:
         """Ask what to do.
 
         Args:
             running_sha256: Manifest of the running bundle, empty for none.
+            boot: `<boot id>.<number of the poll>`, by which clones are told apart.
 
         Raises:
             ProtocolError: The answer is malformed.
         """
-        headers = {RUNNING_HEADER: running_sha256}
+        headers = {RUNNING_HEADER: running_sha256, **({BOOT_HEADER: boot} if boot else {})}
         if self._answer is not None and self._etag:
             headers["If-None-Match"] = self._etag
         response = self._authorized("GET", PATH_POLL, headers)
@@ -242,8 +291,22 @@ class DeviceApi:
             self._token = ""
 
     def _exchange(self) -> tuple[str, float]:
-        body: dict[str, Json] = {"device_id": self._key.device_id}
-        response = self._signed(PATH_TOKEN, body, limit_bytes=MAX_DOCUMENT_BYTES)
+        """Return a session token and its life, seconds; ends an interrupted change of the key."""
+        try:
+            return self._exchange_with(self.key)
+        except UnauthorizedError:
+            following = self._keys.next
+            if following is None:
+                raise
+        answer = self._exchange_with(following)
+        self._keys.promote()
+        return answer
+
+    def _exchange_with(self, key: DeviceKey) -> tuple[str, float]:
+        body = canonical_bytes(
+            {"device_id": self.device_id, "seal_key": self._keys.seal.public_base64}
+        )
+        response = self._fresh(PATH_TOKEN, body, MAX_DOCUMENT_BYTES, (key, None))
         require_success(response, PATH_TOKEN)
         try:
             document = parse_object(response.body)
@@ -252,15 +315,46 @@ class DeviceApi:
             raise ProtocolError(f"{PATH_TOKEN}: {error}") from error
 
     def _signed(self, path: str, document: Json, *, limit_bytes: int) -> Response:
-        body = canonical_bytes(document)
+        return self._fresh(path, canonical_bytes(document), limit_bytes, (self.key, None))
+
+    def _fresh(self, path: str, body: bytes, limit_bytes: int, keys: _Signers) -> Response:
+        """Send a signed request, once more with a nonce of the server if it rejects the time."""
+        response = self._sign_and_send(path, body, limit_bytes, keys)
+        if response.status != HTTPStatus.UNAUTHORIZED or problem_code(response) != CODE_CLOCK:
+            return response
+        nonces = [self._time_nonce() for key in keys if key is not None]
+        return self._sign_and_send(path, body, limit_bytes, keys, nonces)
+
+    def _sign_and_send(
+        self, path: str, body: bytes, limit_bytes: int, keys: _Signers, nonces: Sequence[str] = ()
+    ) -> Response:
         request = self._http.build("POST", path, headers=_JSON, body=body)
-        self._key.sign(request, body, self._clock)
+        first, second = [*nonces, "", ""][:2]
+        keys[0].sign(request, body, self._clock, nonce=first)
+        if keys[1] is not None:
+            keys[1].sign(request, body, self._clock, nonce=second, tag=NEW_KEY_TAG)
         return self._http.send(request, limit_bytes=limit_bytes)
 
+    def _time_nonce(self) -> str:
+        """Return a nonce of the server; note how wrong this clock is."""
+        request = self._http.build("GET", PATH_TIME, headers={})
+        response = require_success(
+            self._http.send(request, limit_bytes=MAX_DOCUMENT_BYTES), PATH_TIME
+        )
+        try:
+            document = parse_object(response.body)
+            nonce, now = text(document, "nonce"), integer(document, "now")
+        except ContractError as error:
+            raise ProtocolError(f"{PATH_TIME}: {error}") from error
+        self.clock_skew_s = self._clock.now().timestamp() - now
+        log.warning("the clock of this device is %+.0f s from the server's", self.clock_skew_s)
+        return nonce
 
-def _enrolment(document: Mapping[str, Json], device_id: str) -> EnrolmentAnswer:
-    if text(document, "device_id") != device_id:
-        raise ContractError("the server derived another device id from the key")
+
+def _enrolment(document: Mapping[str, Json]) -> EnrolmentAnswer:
+    device_id = text(document, "device_id")
+    if _DEVICE_ID.fullmatch(device_id) is None:
+        raise ContractError(f"device_id must be {DEVICE_ID_DIGITS} hexadecimal digits")
     path = urlsplit(text(document, "tuf_url")).path
     return EnrolmentAnswer(
         device_id=device_id,

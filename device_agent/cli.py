@@ -1,4 +1,4 @@
-"""Command line of the device agent: enrol, run, status, ask, infer, trace, probe, farm, rules."""
+"""Command line of the device agent: enrol, rotate-key, run, status, ask, infer ..."""
 
 import argparse
 import json
@@ -16,11 +16,13 @@ from device_agent.asking import ask, questions
 from device_agent.config import ISA_LEVELS, AgentConfig, load_config
 from device_agent.errors import AgentError
 from device_agent.farm import farm_configs, run_agents, stop_on_signal
+from device_agent.identity import DeviceKey
 from device_agent.inferring import Inference, infer
 from device_agent.ports import Ports, probe_this_machine, read_rules
 from device_agent.probe.hardware import HardwareProbe
 from device_agent.runtime.sampling import MAX_TEMPERATURE
 from device_agent.status import read_status
+from device_agent.storage.disk import Disk
 from device_agent.tracing import trace_answers
 from device_agent.ui import (
     EXIT_FAILED,
@@ -73,6 +75,27 @@ def _enrol(config: AgentConfig, options: argparse.Namespace) -> int:
         agent.close()
     result(f"{enrolment.device_id} {enrolment.state}")
     return EXIT_OK
+
+
+def _rotate_key(config: AgentConfig, _options: argparse.Namespace) -> int:
+    agent = Agent(config)
+    try:
+        result(agent.rotate_key())
+    finally:
+        agent.close()
+    return EXIT_OK
+
+
+def _thumbprint(config: AgentConfig, _options: argparse.Namespace) -> int:
+    key = DeviceKey.load_or_make(Disk(), config.state_dir / "identity")
+    result(key.thumbprint)
+    return EXIT_OK
+
+
+_KEY_COMMANDS: Final = (
+    ("thumbprint", _thumbprint, "print the thumbprint of the device key, made if needed"),
+    ("rotate-key", _rotate_key, "replace the device key; the device stays the same"),
+)
 
 
 def _run(config: AgentConfig, _options: argparse.Namespace) -> int:
@@ -215,6 +238,8 @@ def _parser() -> argparse.ArgumentParser:
     enrol = commands.add_parser("enrol", parents=[common], help="introduce this device once")
     enrol.add_argument("--accept-state-loss", action="store_true", help="begin with new floors")
     enrol.set_defaults(command=_enrol)
+    for name, command, told in _KEY_COMMANDS:
+        commands.add_parser(name, parents=[common], help=told).set_defaults(command=command)
     run = commands.add_parser("run", parents=[common], help="run until stopped; enrols if needed")
     run.set_defaults(command=_run)
     status = commands.add_parser("status", parents=[common], help="what this device runs and does")

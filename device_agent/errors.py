@@ -41,6 +41,12 @@ class NotEnrolledError(AgentError):
     code: ClassVar[str] = "agent.not_enrolled"
 
 
+class ContentKeyError(AgentError):
+    """A confidential bundle cannot be opened here: no key came, or one for somebody else."""
+
+    code: ClassVar[str] = "agent.content_key"
+
+
 class NoBundleError(AgentError):
     """The device runs nothing yet, so there is nobody to answer."""
 

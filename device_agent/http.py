@@ -233,6 +233,11 @@ def require_success(
     raise kind(f"{path}: {status} {detail}".rstrip(), status=status, server_code=code, hint=hint)
 
 
+def problem_code(response: Response) -> str:
+    """Return the code of a problem document, empty where it is none."""
+    return _problem(response)[1]
+
+
 def with_retries(
     call: Callable[[], T],
     policy: RetryPolicy,

@@ -143,6 +143,7 @@ class AgentService:
             "running_manifest_sha256": agent.host.manifest_sha256,
             "runtime": dict(agent.host.facts),
             "spool_dropped": agent.spool.dropped,
+            "clock_skew_s": round(agent.api.clock_skew_s, 1),
             **agent.counters.summary(),
         }
 

@@ -10,6 +10,7 @@ from builds.common.errors import (
     ForbiddenError,
     InvalidInputError,
 )
+from compiler.contract.protocol import CODE_CLOCK
 
 
 class DeviceUnauthorizedError(ApplicationError):
@@ -32,6 +33,26 @@ class ReplayError(DeviceSignatureError):
     code: ClassVar[str] = "fleet.replay"
 
 
+class DeviceClockError(DeviceSignatureError):
+    """The signature is good and its time is not: sign a nonce of `/d/v1/time-nonce` instead."""
+
+    code: ClassVar[str] = CODE_CLOCK
+
+
+class TooOftenError(ApplicationError):
+    """This address asked too often; ask again later."""
+
+    code: ClassVar[str] = "fleet.too_often"
+    status: ClassVar[HTTPStatus] = HTTPStatus.TOO_MANY_REQUESTS
+    retryable: ClassVar[bool] = True
+
+
+class ClientCertificateError(ForbiddenError):
+    """The device API is only for those who show a client certificate to the proxy."""
+
+    code: ClassVar[str] = "fleet.client_certificate"
+
+
 class ClaimError(ForbiddenError):
     """The claim token is unknown, wrong, used up or expired."""
 
@@ -45,9 +66,21 @@ class DeviceStateError(ForbiddenError):
 
 
 class SerialTakenError(ConflictError):
-    """Another key is enrolled under this serial number."""
+    """Another key is enrolled or pre-authorised under this serial number."""
 
     code: ClassVar[str] = "fleet.serial_taken"
+
+
+class KeyTakenError(ConflictError):
+    """A device has this key, or had it before it was replaced."""
+
+    code: ClassVar[str] = "fleet.key_taken"
+
+
+class RotationError(ConflictError):
+    """The key of the device was replaced by somebody else first."""
+
+    code: ClassVar[str] = "fleet.rotation"
 
 
 class UpdateCancelledError(ApplicationError):

@@ -30,6 +30,7 @@ __all__ = [
     "STAGE_TRANSITIONS",
     "TERMINAL_STATES",
     "UPDATE_TRANSITIONS",
+    "AlertKind",
     "Arm",
     "DeviceEvent",
     "DeviceState",
@@ -261,6 +262,7 @@ class DeviceState(StrEnum):
     PENDING = "pending"
     ACCEPTED = "accepted"
     REJECTED = "rejected"
+    QUARANTINED = "quarantined"
     RETIRED = "retired"
 
 
@@ -269,6 +271,8 @@ class DeviceEvent(StrEnum):
 
     ACCEPT = "accept"
     REJECT = "reject"
+    QUARANTINE = "quarantine"
+    RELEASE = "release"
     RETIRE = "retire"
 
 
@@ -277,9 +281,19 @@ _DE = DeviceEvent
 # fmt: off
 _DeviceTable = Mapping[tuple[DeviceState, DeviceEvent], DeviceState]
 DEVICE_TRANSITIONS: Final[_DeviceTable] = MappingProxyType({
-    (_D.PENDING,  _DE.ACCEPT): _D.ACCEPTED,
-    (_D.PENDING,  _DE.REJECT): _D.REJECTED,
-    (_D.REJECTED, _DE.ACCEPT): _D.ACCEPTED,
-    (_D.ACCEPTED, _DE.RETIRE): _D.RETIRED,
+    (_D.PENDING,     _DE.ACCEPT):     _D.ACCEPTED,
+    (_D.PENDING,     _DE.REJECT):     _D.REJECTED,
+    (_D.REJECTED,    _DE.ACCEPT):     _D.ACCEPTED,
+    (_D.ACCEPTED,    _DE.QUARANTINE): _D.QUARANTINED,
+    (_D.ACCEPTED,    _DE.RETIRE):     _D.RETIRED,
+    (_D.QUARANTINED, _DE.RELEASE):    _D.ACCEPTED,
+    (_D.QUARANTINED, _DE.RETIRE):     _D.RETIRED,
 })
 # fmt: on
+
+
+class AlertKind(StrEnum):
+    """What an alert about an identity is about."""
+
+    SECOND_KEY = "second_key"
+    CLONE = "clone"

@@ -7,6 +7,8 @@ from fleet.apis import device
 urlpatterns = [
     path("enrol", device.enrol, name="device-enrol"),
     path("token", device.token, name="device-token"),
+    path("time-nonce", device.time_and_nonce, name="device-time"),
+    path("rotate-key", device.rotate_key, name="device-key"),
     path("poll", device.poll, name="device-poll"),
     path("updates/<int:update_id>/assignment", device.assignment, name="update-assignment"),
     path("updates/<int:update_id>/report", device.report, name="update-report"),

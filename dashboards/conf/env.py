@@ -7,6 +7,7 @@ friends set. A secret may also come from a file: set `<NAME>_FILE`.
 
 import os
 from functools import lru_cache
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Literal, Self
 
@@ -107,8 +108,19 @@ class Environment(BaseSettings):
     session_token_s: int = Field(
         3_600, gt=0, description="Life of a device's session token, seconds."
     )
+    time_nonces_per_minute: float = Field(
+        60.0, ge=1, description="How often one address may ask for the time and a nonce."
+    )
     probation_s: float = Field(
         30.0, ge=0, description="How long a new bundle runs before it is committed, seconds."
+    )
+    trusted_proxies: str = Field(
+        "",
+        description="Comma separated addresses or networks whose Client-Cert and X-Forwarded-For "
+        "headers are believed.",
+    )
+    device_mtls: Literal["off", "required"] = Field(
+        "off", description="required: devices must come through a trusted proxy with a certificate."
     )
     secure_cookies: bool = Field(False, description="Set behind TLS.")
 
@@ -124,7 +136,20 @@ class Environment(BaseSettings):
     @model_validator(mode="after")
     def _resolve(self) -> Self:
         self.state_dir = self.state_dir.expanduser().resolve()
+        networks = self.proxy_networks
+        if self.device_mtls == "required" and not networks:
+            raise ValueError("device_mtls=required needs trusted_proxies: nobody else verifies")
         return self
+
+    @property
+    def proxy_networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
+        """Return the networks of the proxies in front.
+
+        Raises:
+            ValueError: One is no address or network.
+        """
+        names = [item.strip() for item in self.trusted_proxies.split(",") if item.strip()]
+        return tuple(ip_network(name) for name in names)
 
     @property
     def blob_path(self) -> Path:

@@ -1,4 +1,4 @@
-"""The WSGI entry point: the poll path answers first, all else is Django's.
+"""The WSGI entry point: what proxies say is checked, the poll path answers, the rest is Django's.
 
 `granian --interface wsgi dashboards.conf.wsgi:application`
 """
@@ -12,8 +12,8 @@ os.environ.setdefault("DJANGO_SETTINGS_MODULE", "dashboards.conf.settings")  # n
 django_application = get_wsgi_application()
 
 from builds.checks import refuse_to_start  # noqa: E402 -- needs the apps to be loaded
-from fleet.edge import wrap  # noqa: E402 -- the same
+from fleet.edge import guarded, wrap  # noqa: E402 -- the same
 
 refuse_to_start()
 
-application = wrap(django_application)
+application = guarded(wrap(django_application))

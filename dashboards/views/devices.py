@@ -14,6 +14,7 @@ from builds.common.auth import Actor
 from builds.common.errors import ConflictError
 from builds.common.roles import Permission
 from builds.selectors.pages import target_list
+from compiler.contract.protocol import SIGNATURE_MAX_AGE_S
 from dashboards.actions import DEVICE_ACTIONS, device_buttons
 from dashboards.kpis import device_kpis
 from dashboards.pages import page, sentence, show
@@ -71,6 +72,7 @@ def _detail(request: HttpRequest, actor: Actor, device_id: int) -> HttpResponse:
         "kpis": device_kpis(detail),
         "actions": device_buttons(detail.device.state, actor, url),
         "why": device_explain(device_pk=device_id),
+        "clock_is_wrong": abs(detail.device.clock_skew_s or 0) > SIGNATURE_MAX_AGE_S,
         "fingerprint": fingerprint_rows(detail.device.fingerprint.document),
     }
     return show(request, actor, "device_detail", context, fragment="_device_live")

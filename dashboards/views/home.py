@@ -17,6 +17,7 @@ from dashboards.kpis import overview_kpis
 from dashboards.pages import page, show
 from fleet.selectors import pages as fleet_pages
 from fleet.selectors.device_pages import seen_at
+from fleet.selectors.identity import alert_list
 from fleet.selectors.rollout_lists import rollout_lines, rollouts_active
 
 EVENTS = 12
@@ -45,7 +46,13 @@ def _overview(request: HttpRequest, actor: Actor) -> HttpResponse:
         "kpis": overview_kpis(
             counts, fleet_pages.measured_since(now - timedelta(hours=1)), len(active)
         ),
-        "attention": [*_signing(now), *_rollouts(now), *_builds(now), *_devices(now, counts)],
+        "attention": [
+            *_signing(now),
+            *_identities(),
+            *_rollouts(now),
+            *_builds(now),
+            *_devices(now, counts),
+        ],
         "rows": active,
         "running": [
             (f"{row.model} {row.version}" if row.version else "nothing yet", row.devices)
@@ -55,6 +62,13 @@ def _overview(request: HttpRequest, actor: Actor) -> HttpResponse:
         "events": audit_list()[:EVENTS] if actor.may(Permission.AUDIT_VIEW) else (),
     }
     return show(request, actor, "overview", context, fragment="_overview_live")
+
+
+def _identities() -> Iterator[Attention]:
+    for alert in alert_list(open_only=True)[:ITEMS]:
+        yield Attention(
+            alert.kind, "", alert.serial, alert.text, reverse("identity"), alert.last_at
+        )
 
 
 def _signing(now: datetime) -> Iterator[Attention]:

@@ -11,6 +11,7 @@ from compiler.contract.protocol import (
     Offer,
     OfferKind,
     UpdateState,
+    delta_offer_from_json,
     integer,
     text,
 )
@@ -27,6 +28,7 @@ class UpdateContext:
         security_floor: That the assignment demands.
         network_policy: What the assignment lets this device fetch on a metered network.
         base_sha256: Manifest that the delta starts from, empty without a delta.
+        content_key: Wrapped key of a confidential bundle, base64; empty for any other.
         delta: Signed offer of a delta; None when there is none or it proved useless.
         needed_bytes: Section bytes that were missing when the download began.
         fetched_before: Payload bytes fetched in earlier rounds (a delta that proved useless).
@@ -46,6 +48,7 @@ class UpdateContext:
     security_floor: int = 0
     network_policy: NetworkPolicy = NetworkPolicy.ANY
     base_sha256: str = ""
+    content_key: str = ""
     delta: DeltaOffer | None = None
     needed_bytes: int = 0
     fetched_before: int = 0
@@ -88,15 +91,7 @@ class UpdateContext:
         document["kind"] = self.kind.value
         document["network_policy"] = self.network_policy.value
         document["outcome"] = None if self.outcome is None else self.outcome.value
-        document["delta"] = (
-            None
-            if delta is None
-            else {
-                "base_manifest_sha256": delta.base_manifest_sha256,
-                "sha256": delta.sha256,
-                "size_bytes": delta.size_bytes,
-            }
-        )
+        document["delta"] = None if delta is None else delta.to_json()
         return document
 
 
@@ -112,7 +107,7 @@ _NUMBERS = (
     "resumes",
     "seq",
 )
-_TEXTS = ("version", "manifest_sha256", "base_sha256", "code", "message")
+_TEXTS = ("version", "manifest_sha256", "base_sha256", "content_key", "code", "message")
 _PLAIN = (*_NUMBERS, *_TEXTS)
 
 
@@ -130,6 +125,7 @@ def context_from_json(document: Mapping[str, Json]) -> UpdateContext:
         ContractError: A field is missing or wrong.
     """
     numbers = {name: integer(document, name) for name in _NUMBERS}
+    document = {"content_key": "", **document}  # journals of older agents have none
     texts = {name: text(document, name) for name in _TEXTS}
     require_sha256(texts["manifest_sha256"], "manifest_sha256")
     outcome, delta = document.get("outcome"), document.get("delta")
@@ -137,18 +133,10 @@ def context_from_json(document: Mapping[str, Json]) -> UpdateContext:
         return UpdateContext(
             kind=OfferKind(text(document, "kind")),
             network_policy=NetworkPolicy(str(document.get("network_policy", "any"))),
-            delta=_delta(delta) if isinstance(delta, Mapping) else None,
+            delta=delta_offer_from_json(delta) if isinstance(delta, Mapping) else None,
             outcome=None if outcome is None else UpdateState(str(outcome)),
             **numbers,  # type: ignore[arg-type]
             **texts,  # type: ignore[arg-type]
         )
     except ValueError as error:
         raise ContractError(f"journal: {error}") from error
-
-
-def _delta(value: Mapping[str, Json]) -> DeltaOffer:
-    return DeltaOffer(
-        require_sha256(value.get("base_manifest_sha256"), "base_manifest_sha256"),
-        require_sha256(value.get("sha256"), "delta sha256"),
-        integer(value, "size_bytes"),
-    )

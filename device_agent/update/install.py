@@ -9,7 +9,9 @@ from compiler.contract.protocol import Network, NetworkPolicy
 from device_agent.clock import Clock
 from device_agent.config import AgentConfig
 from device_agent.errors import (
+    AgentError,
     BundleError,
+    ContentError,
     DeltaUnusableError,
     DiskFullError,
     MeteredError,
@@ -25,6 +27,7 @@ from device_agent.storage.slots import Pointer, Slots
 from device_agent.update.apply import apply_offer
 from device_agent.update.context import UpdateContext
 from device_agent.update.fetch import Fetcher
+from device_agent.update.opening import Opener
 from device_agent.update.plan import FetchPlan, may_fetch, plan_fetch
 from device_agent.update.verify import VerifiedRelease, Verifier
 
@@ -47,6 +50,7 @@ class InstallSteps:
     slots: Slots
     verifier: Verifier
     fetcher: Fetcher
+    opener: Opener
     require_wanted: Callable[[UpdateContext], None]
 
     def verify(self, context: UpdateContext) -> StepResult:
@@ -75,19 +79,24 @@ class InstallSteps:
         return StepResult(Event.VERIFIED, verified)
 
     def download(self, context: UpdateContext) -> StepResult:
-        """Fetch the delta, or every section that is not here."""
+        """Fetch the delta, or every section that is not here; open what came sealed."""
         update_id = context.update_id
 
         def require_wanted() -> None:
             self.require_wanted(context)
 
         if context.delta is not None:
-            wanted = [(context.delta.sha256, context.delta.size_bytes)]
+            delta = context.delta
+            self.fetcher.fetch(delta.sha256, delta.size_bytes, update_id, require_wanted)
         else:
-            missing = plan_fetch(self._manifest(context), self.store.has, None, base_here=False)
-            wanted = [(section.sha256, section.size_bytes) for section in missing.missing]
-        for sha256, size_bytes in wanted:
-            self.fetcher.fetch(sha256, size_bytes, update_id, require_wanted)
+            manifest = self._manifest(context)
+            missing = plan_fetch(manifest, self.store.has, None, base_here=False).missing
+            key = self.opener.content_key(context) if missing and manifest.is_sealed else b""
+            for section in missing:
+                travels = section.travels
+                self.fetcher.fetch(travels.sha256, travels.size_bytes, update_id, require_wanted)
+                if section.sealed is not None:
+                    self.opener.open_section(key, section)
         self.store.sync()
         return StepResult(Event.DOWNLOADED, context)
 
@@ -98,8 +107,10 @@ class InstallSteps:
         self.require_wanted(context)
         manifest = self._manifest(context)
         try:
-            apply_offer(self.store, context.delta, self._base(context), manifest)
-        except DeltaUnusableError as error:
+            if context.delta.plain_sha256:
+                self.opener.open_delta(self.opener.content_key(context), context.delta)
+            apply_offer(self.store, context.delta.opened, self._base(context), manifest)
+        except (DeltaUnusableError, ContentError) as error:
             return StepResult(Event.DELTA_UNUSABLE, self._without_delta(context, manifest, error))
         return StepResult(Event.APPLIED, context)
 
@@ -131,7 +142,7 @@ class InstallSteps:
         except BundleError:
             return context.fetched_before
         plan = plan_fetch(manifest, self.store.has, None, base_here=False)
-        partial = sum(self.store.partial_bytes(section.sha256) for section in plan.missing)
+        partial = sum(self.store.partial_bytes(item.travels.sha256) for item in plan.missing)
         here = max(0, context.needed_bytes - plan.missing_bytes)
         return context.fetched_before + here + partial
 
@@ -145,6 +156,9 @@ class InstallSteps:
         plan = plan_fetch(release.manifest, self.store.has, delta, base_here=base_here)
         self._require_allowed(plan, assignment.network_policy)
         self._require_room(plan, release.manifest)
+        context = replace(context, content_key=assignment.content_key)
+        if plan.missing and release.manifest.is_sealed:
+            self.opener.content_key(context)
         return replace(
             context,
             network_policy=assignment.network_policy,
@@ -172,8 +186,11 @@ class InstallSteps:
     def _require_room(self, plan: FetchPlan, manifest: ReleaseManifest) -> None:
         if not plan.missing:
             return
-        delta_bytes = 0 if plan.delta is None else plan.delta.size_bytes
-        self.store.require_space(plan.missing_bytes + delta_bytes)
+        delta = plan.delta
+        extra = 0 if delta is None else delta.size_bytes + delta.plain_bytes
+        if delta is None and manifest.is_sealed:  # sealed and plain side by side, one at a time
+            extra = max(section.travels.size_bytes for section in plan.missing)
+        self.store.require_space(plan.missing_bytes + extra)
         free = self.disk.free_bytes(self.config.state_dir)
         if free < manifest.requires.free_bytes:
             raise DiskFullError(
@@ -181,7 +198,7 @@ class InstallSteps:
             )
 
     def _without_delta(
-        self, context: UpdateContext, manifest: ReleaseManifest, error: DeltaUnusableError | None
+        self, context: UpdateContext, manifest: ReleaseManifest, error: AgentError | None
     ) -> UpdateContext:
         """Return the context in which the missing sections are fetched whole."""
         plan = plan_fetch(manifest, self.store.has, None, base_here=False)

@@ -1,5 +1,6 @@
 """One turn of the update loop: report, poll, work, and say how long to wait."""
 
+import itertools
 import logging
 import random
 from typing import Final
@@ -38,11 +39,14 @@ class Poller:
         self._host = host
         self._counters = counters
         self._poll_s = config.poll_s
+        self._numbers = itertools.count(1)
         self.watch = OfferWatch(self.poll, self.interval_s, clock)
 
     def poll(self) -> PollAnswer:
         """Ask the server what to do."""
-        answer = self._api.poll(self._host.manifest_sha256)
+        answer = self._api.poll(
+            self._host.manifest_sha256, f"{self._counters.boot_id}.{next(self._numbers)}"
+        )
         self._counters.tag(tags_of(answer))
         return answer
 

@@ -41,7 +41,7 @@ from device_agent.update.image_repository import (
     MetadataFetcher,
 )
 
-AGENT_VERSION: Final = 1
+AGENT_VERSION: Final = 2  # opens confidential bundles
 IMAGE_ROOT: Final = "image_root.json"
 DIRECTOR_ROOT: Final = "director_root.json"
 _NOT_FOUND: Final = (403, 404)
@@ -161,7 +161,7 @@ class Verifier:
     def _expected(self, nonce: str) -> Expected:
         key = self._api.key
         now = effective_time(self._clock.now(), self._floors.load())
-        return Expected(key.device_id, key.thumbprint, nonce, now)
+        return Expected(self._api.device_id, key.thumbprint, nonce, now)
 
     def _directive(self, context: UpdateContext, floors: Floors) -> Directive:
         nonce = secrets.token_hex(NONCE_BYTES)

@@ -7,6 +7,7 @@ from ninja import Router
 from fleet.apis.claims import router as claims_router
 from fleet.apis.devices import router as devices_router
 from fleet.apis.groups import router as groups_router
+from fleet.apis.identity import router as identity_router
 from fleet.apis.rollouts import router as rollouts_router
 from fleet.apis.rules import router as rules_router
 
@@ -16,6 +17,7 @@ routers: Final[tuple[tuple[str, Router, str], ...]] = (
     ("", groups_router, "groups"),
     ("", rollouts_router, "rollouts"),
     ("", claims_router, "claim tokens"),
+    ("", identity_router, "identities"),
     ("", rules_router, "degrade rules"),
 )
 

@@ -8,8 +8,9 @@ tests hold the two together.
 import base64
 import binascii
 import logging
+import time
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import lru_cache, wraps
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -24,22 +25,38 @@ from builds.services.signing import trust_anchors
 from compiler.contract.canonical import Json, canonical_bytes, parse_object
 from compiler.contract.errors import ContractError
 from compiler.contract.fingerprint import fingerprint_from_json
-from compiler.contract.protocol import MAX_DOCUMENT_BYTES, PATH_TUF, Network, parse_report, text
+from compiler.contract.protocol import (
+    MAX_DOCUMENT_BYTES,
+    NEW_KEY_TAG,
+    PATH_TUF,
+    Network,
+    parse_report,
+    text,
+)
 from compiler.contract.telemetry import MAX_BATCH_BYTES, parse_batch
+from fleet.common.rates import Rates
+from fleet.common.time_nonces import LIFE_S
 from fleet.common.tokens import bearer, check, token_key
-from fleet.errors import DeviceStateError, DeviceUnauthorizedError, MethodNotAllowedError
+from fleet.errors import (
+    DeviceStateError,
+    DeviceUnauthorizedError,
+    MethodNotAllowedError,
+    TooOftenError,
+)
 from fleet.models import Device
 from fleet.selectors.poll import device_poll_answer
 from fleet.services.assignments import update_assignment
+from fleet.services.device_keys import device_key_rotate
 from fleet.services.enrolment import (
     EnrolmentRequest,
     device_enrol,
     device_token,
     enrolment_require,
+    require_seal_key,
 )
 from fleet.services.reports import update_report
 from fleet.services.rules import device_rules_order
-from fleet.services.signatures import SignedRequest, signature_require
+from fleet.services.signatures import SignedRequest, signature_require, time_nonce
 from fleet.services.telemetry import telemetry_ingest
 from fleet.states import DeviceState
 
@@ -98,20 +115,43 @@ def enrol(request: HttpRequest) -> HttpResponse:
 @_device_view("POST")
 def token(request: HttpRequest) -> HttpResponse:
     body = _body(request, MAX_DOCUMENT_BYTES)
-    device_id = text(parse_object(body, limit_bytes=MAX_DOCUMENT_BYTES), "device_id")
-    device = Device.objects.only("public_key").filter(device_id=device_id).first()
-    if device is None:
-        raise DeviceUnauthorizedError("no device has this id", hint="POST /d/v1/enrol")
-    thumbprint = signature_require(
-        request=_signed(request, body), public_key=bytes(device.public_key)
-    )
+    document = parse_object(body, limit_bytes=MAX_DOCUMENT_BYTES)
+    device_id, seal_key = text(document, "device_id"), _seal_key(document)
+    device = _device_of(device_id)
+    signer = signature_require(request=_signed(request, body), public_key=bytes(device.public_key))
     life_s = settings.SPARSEFLEET.session_token_s
-    return _json(
-        {
-            "token": device_token(device_id=device_id, thumbprint=thumbprint),
-            "expires_in_s": life_s,
-        }
+    answer = device_token(
+        device_id=device_id,
+        thumbprint=signer.thumbprint,
+        clock_skew_s=signer.clock_skew_s,
+        seal_key=seal_key,
     )
+    return _json({"token": answer, "expires_in_s": life_s})
+
+
+@_device_view("GET", "HEAD")
+def time_and_nonce(request: HttpRequest) -> HttpResponse:
+    """Return the time and a nonce to anybody, not too often; nothing is stored."""
+    if not _time_rates().allows(request.META.get("REMOTE_ADDR", ""), time.monotonic()):
+        raise TooOftenError("this address asked too often", hint="ask again in a minute")
+    now, nonce = time_nonce()
+    response = _json({"now": now, "nonce": nonce, "good_for_s": LIFE_S})
+    response["Cache-Control"] = "no-store"
+    return response
+
+
+@_device_view("POST")
+def rotate_key(request: HttpRequest) -> HttpResponse:
+    body = _body(request, MAX_DOCUMENT_BYTES)
+    document = parse_object(body, limit_bytes=MAX_DOCUMENT_BYTES)
+    device, new_key = _device_of(text(document, "device_id")), _public_key(document)
+    signed = _signed(request, body)
+    old = signature_require(request=signed, public_key=bytes(device.public_key))
+    signature_require(request=signed, public_key=new_key, tag=NEW_KEY_TAG)
+    device = device_key_rotate(
+        device_pk=device.pk, old_thumbprint=old.thumbprint, public_key=new_key
+    )
+    return _json({"device_id": device.device_id, "key_thumbprint": device.key_thumbprint})
 
 
 @_device_view("GET", "HEAD")
@@ -185,18 +225,45 @@ def _enrolment(document: Mapping[str, Json]) -> EnrolmentRequest:
     fingerprint = document.get("fingerprint")
     if not isinstance(fingerprint, Mapping):
         raise ContractError("fingerprint must be an object")
-    try:
-        public_key = base64.b64decode(text(document, "public_key"), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ContractError("public_key must be base64") from error
     return EnrolmentRequest(
         claim=text(document, "claim"),
         serial=text(document, "serial"),
         name=text(document, "name"),
-        public_key=public_key,
+        public_key=_public_key(document),
         model=text(document, "model"),
         fingerprint=fingerprint_from_json(fingerprint),
+        seal_key=_seal_key(document),
     )
+
+
+def _public_key(document: Mapping[str, Json]) -> bytes:
+    return _base64(document, "public_key")
+
+
+def _seal_key(document: Mapping[str, Json]) -> bytes:
+    """Return the X25519 key that a device tells; empty from an agent that makes none."""
+    key = _base64(document, "seal_key") if "seal_key" in document else b""
+    require_seal_key(key)
+    return key
+
+
+def _base64(document: Mapping[str, Json], name: str) -> bytes:
+    try:
+        return base64.b64decode(text(document, name), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ContractError(f"{name} must be base64") from error
+
+
+def _device_of(device_id: str) -> Device:
+    device = Device.objects.only("public_key").filter(device_id=device_id).first()
+    if device is None:
+        raise DeviceUnauthorizedError("no device has this id", hint="POST /d/v1/enrol")
+    return device
+
+
+@lru_cache(maxsize=1)
+def _time_rates() -> Rates:
+    return Rates(settings.SPARSEFLEET.time_nonces_per_minute)
 
 
 def _signed(request: HttpRequest, body: bytes) -> SignedRequest:

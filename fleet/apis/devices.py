@@ -48,7 +48,7 @@ def one_device_get(request: HttpRequest, device_pk: int) -> Device:
 
 @router.post("/devices/{device_pk}/admit", response=DeviceOut, operation_id="device_admit")
 def device_admit_post(request: HttpRequest, device_pk: int, body: AdmitIn) -> Device:
-    """Accept, reject or retire a device."""
+    """Accept, reject, quarantine, release or retire a device."""
     device_admit(
         actor=request_actor(request),
         device_pk=device_pk,

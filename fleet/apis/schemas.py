@@ -23,7 +23,7 @@ from fleet.selectors.listing import (
 from fleet.selectors.poll import Explanation, device_explain
 from fleet.states import DeviceState, RolloutState, StageState, UpdateState
 
-Action = Literal["accept", "reject", "retire"]
+Action = Literal["accept", "reject", "quarantine", "release", "retire"]
 UPDATES_SHOWN: Final = 20
 
 
@@ -99,6 +99,9 @@ class DeviceOut(Schema):
     running_manifest_sha256: str
     enrolled_at: datetime
     seen_at: datetime | None
+    clock_skew_s: int | None = Field(
+        None, description="How far its clock was ahead at the last token exchange, seconds."
+    )
 
     @staticmethod
     def resolve_target(row: Device) -> str:

@@ -11,5 +11,6 @@ reference.
 """
 
 from fleet.edge.app import wrap
+from fleet.edge.certificates import guarded
 
-__all__ = ["wrap"]
+__all__ = ["guarded", "wrap"]

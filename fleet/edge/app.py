@@ -14,6 +14,7 @@ from builds.common.errors import ApplicationError, InvalidInputError, NotFoundEr
 from builds.storage import blob_store
 from compiler.contract.canonical import SHA256_PATTERN
 from compiler.contract.protocol import PATH_POLL
+from fleet.clones import parse_boot
 from fleet.common.tokens import bearer, check, token_key
 from fleet.edge.blobs import blob_answer
 from fleet.edge.holder import BeatBuffer, Keeper, SnapshotHolder
@@ -27,6 +28,7 @@ from fleet.errors import (
     UpdateCancelledError,
 )
 from fleet.selectors.poll import late_delta_offered
+from fleet.services.running import Beat
 
 PATH_BLOBS: Final = "/d/v1/blobs/"
 READING: Final = ("GET", "HEAD")
@@ -74,7 +76,7 @@ class Edge:
         snapshot = self._holder.current()
         now = self._clock.now()
         device_pk = self._device(environ, snapshot, now)
-        self._beats.add(device_pk, now, _running(environ))
+        self._beats.add(Beat(device_pk, now, _running(environ), _boot(environ)))
         answer = snapshot.answers.get(device_pk, snapshot.idle)
         headers = [("ETag", answer.etag), ("Cache-Control", "private, no-cache")]
         if environ.get("HTTP_IF_NONE_MATCH") == answer.etag:
@@ -148,6 +150,17 @@ def _running(environ: Environ) -> str | None:
     if value is None or value == "" or SHA256_PATTERN.fullmatch(value):
         return value
     raise InvalidInputError("Sparsefleet-Running must be the SHA-256 of a manifest, or empty")
+
+
+def _boot(environ: Environ) -> tuple[str, int] | None:
+    """Return the boot of the agent and the number of this poll in it; None: it did not say."""
+    value = environ.get("HTTP_SPARSEFLEET_BOOT")
+    if value is None:
+        return None
+    boot = parse_boot(value)
+    if boot is None:
+        raise InvalidInputError("Sparsefleet-Boot must be <boot id, hexadecimal>.<number>")
+    return boot
 
 
 def _update_id(environ: Environ) -> int:

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from datetime import datetime
 from typing import Final
 
 from django.db import DatabaseError, close_old_connections
@@ -72,17 +71,17 @@ class BeatBuffer:
     """Polls since the last flush; the newest per device is what counts."""
 
     def __init__(self) -> None:
-        self._beats: list[tuple[int, datetime, str | None]] = []
+        self._beats: list[Beat] = []
 
-    def add(self, device_pk: int, at: datetime, manifest_sha256: str | None) -> None:
+    def add(self, beat: Beat) -> None:
         """Note one poll; beyond `MAX_BEATS` (a database that is down) new ones are dropped."""
         if len(self._beats) < MAX_BEATS:
-            self._beats.append((device_pk, at, manifest_sha256))
+            self._beats.append(beat)
 
     def flush(self) -> int:
         """Write what was noted; return how many devices that were."""
         beats, self._beats = self._beats, []
-        return heartbeats_store(beats=[Beat(*beat) for beat in beats]) if beats else 0
+        return heartbeats_store(beats=beats) if beats else 0
 
 
 class Keeper:

@@ -28,7 +28,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """Blobs of one update: sections of its bundle (one set per bundle), and its delta or ""."""
+    """Blobs of one update: sections of its bundle (one set per bundle), and its delta or "".
+
+    Of a confidential bundle only the sealed sections.
+    """
 
     sections: frozenset[str]
     delta_sha256: str
@@ -112,8 +115,9 @@ def _downloads(updates: Iterable[Update]) -> dict[int, Download]:
     updates = list(updates)
     digests: dict[int, set[str]] = {}
     sections = BundleSection.objects.filter(bundle__in={update.bundle_id for update in updates})
-    for bundle_id, sha256 in sections.order_by().values_list("bundle_id", "sha256"):
-        digests.setdefault(bundle_id, set()).add(sha256)
+    names = sections.order_by().values_list("bundle_id", "sha256", "sealed_sha256")
+    for bundle_id, sha256, sealed_sha256 in names:
+        digests.setdefault(bundle_id, set()).add(sealed_sha256 or sha256)
     shared = {bundle_id: frozenset(found) for bundle_id, found in digests.items()}
     return {
         update.pk: Download(

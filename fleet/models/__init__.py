@@ -9,6 +9,7 @@ from fleet.models.devices import (
     Fingerprint,
     Heartbeat,
 )
+from fleet.models.identity import IdentityAlert, Preauthorisation, ReplacedKey
 from fleet.models.rollouts import (
     Enrolment,
     EnrolmentStats,
@@ -40,6 +41,9 @@ __all__ = [
     "GateLook",
     "Group",
     "Heartbeat",
+    "IdentityAlert",
+    "Preauthorisation",
+    "ReplacedKey",
     "Rollout",
     "RolloutTransition",
     "Stage",

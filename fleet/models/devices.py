@@ -50,7 +50,9 @@ class Device(models.Model):
     nothing yet, for a manifest that is no bundle of the device is not believed. `running_at` is
     when the server heard it change. `last_seen_at` is the last report or token exchange; polls are
     counted in `Heartbeat`, because they are many. `network` is what the device said about its
-    network when it last asked for an assignment.
+    network when it last asked for an assignment. `device_id` is that of the first key and stays
+    when the key is replaced. `seal_key` is its X25519 key, for confidential bundles. `clock_skew_s`
+    is how far its clock was ahead at the last token exchange.
     """
 
     device_id = models.CharField(max_length=32, unique=True)
@@ -58,6 +60,7 @@ class Device(models.Model):
     name = models.CharField(max_length=96)
     key_thumbprint = models.CharField(max_length=64, unique=True)
     public_key = models.BinaryField(max_length=32)
+    seal_key = models.BinaryField(max_length=32, default=b"", blank=True)
     state = models.CharField(max_length=32, default=DeviceState.PENDING.value, db_index=True)
     fingerprint = models.ForeignKey(Fingerprint, on_delete=models.PROTECT, related_name="devices")
     target = models.ForeignKey(Target, on_delete=models.PROTECT, related_name="devices")
@@ -82,6 +85,7 @@ class Device(models.Model):
     enrolled_at = models.DateTimeField()
     running_at = models.DateTimeField(null=True, blank=True)
     last_seen_at = models.DateTimeField(null=True, blank=True)
+    clock_skew_s = models.BigIntegerField(null=True, blank=True)
 
     class Meta:
         ordering = ("-pk",)
@@ -119,13 +123,17 @@ class DeviceNonce(models.Model):
 
 
 class Heartbeat(models.Model):
-    """When a device polled last and what it said it runs; narrow, because it is written often."""
+    """When a device polled last and what it said it runs; narrow, because it is written often.
+
+    `trail` are its last boots, see `fleet.clones`.
+    """
 
     device = models.OneToOneField(
         Device, primary_key=True, on_delete=models.CASCADE, related_name="heartbeat"
     )
     at = models.DateTimeField(db_index=True)
     manifest_sha256 = models.CharField(max_length=64, blank=True)
+    trail = models.JSONField(default=dict, blank=True)
 
     def __str__(self) -> str:
         return f"heartbeat of device {self.device_id}"

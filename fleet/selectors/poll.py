@@ -19,6 +19,7 @@ from django.conf import settings
 from builds.states import DeltaState
 from compiler.contract.protocol import NetworkPolicy, Offer, OfferKind, PollAnswer
 from fleet.models import Device, Enrolment, Stage, Update
+from fleet.selectors.identity import quarantine_reason
 from fleet.states import (
     OPEN_STATES,
     Arm,
@@ -101,7 +102,10 @@ def device_explain(*, device_pk: int) -> Explanation:
         return Explanation(None, ("there is no such device",))
     answer = device_poll_answer(device_pk=device_pk)
     if answer is None:
-        return Explanation(None, (f"the device is {device.state}: it gets no answer at all",))
+        reasons = [f"the device is {device.state}: it gets no answer at all"]
+        if device.state == DeviceState.QUARANTINED:
+            reasons.append(quarantine_reason(device))
+        return Explanation(None, tuple(filter(None, reasons)))
     update = _open_update(device_pk)
     reasons = [_running_text(device)]
     reasons += [_update_text(update)] if update else _no_update_texts(device)

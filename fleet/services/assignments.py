@@ -14,6 +14,7 @@ from builds.common.clock import Clock, SystemClock
 from builds.common.errors import InvalidInputError, NotFoundError
 from builds.common.transitions import apply_transition
 from builds.models import Delta
+from builds.services.content_keys import content_key_wrap
 from builds.services.signing import assignment_sign
 from builds.states import DeltaState
 from compiler.contract.protocol import (
@@ -23,11 +24,11 @@ from compiler.contract.protocol import (
     OfferKind,
     UpdateState,
 )
-from fleet.errors import UpdateCancelledError, UpdateWaitsError
+from fleet.errors import DeviceStateError, UpdateCancelledError, UpdateWaitsError
 from fleet.models import Device, Update, UpdateTransition
 from fleet.networks import policy_now, wait_reason
 from fleet.selectors.poll import is_offered
-from fleet.states import UPDATE_TRANSITIONS, UpdateEvent
+from fleet.states import UPDATE_TRANSITIONS, DeviceState, UpdateEvent
 
 _NONCE: Final = re.compile(rf"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 
@@ -54,6 +55,7 @@ def update_assignment(
         NotFoundError: The device has no such update.
         UpdateCancelledError: The update may not proceed.
         UpdateWaitsError: It may, on another network or later; both are noted.
+        DeviceStateError: The device left the fleet a moment ago; it gets no key any more.
     """
     if _NONCE.fullmatch(nonce) is None:
         raise InvalidInputError(f"nonce must be {2 * NONCE_BYTES} lower-case hexadecimal digits")
@@ -107,7 +109,11 @@ def _signed(
         _note_offer(update, delta, now)
     device_pk = update.device_id
     Device.objects.filter(pk=device_pk).update(assignment_seq=F("assignment_seq") + 1)
-    device = Device.objects.only("device_id", "key_thumbprint", "assignment_seq").get(pk=device_pk)
+    device = Device.objects.only(
+        "device_id", "key_thumbprint", "assignment_seq", "seal_key", "state"
+    ).get(pk=device_pk)
+    if device.state != DeviceState.ACCEPTED:
+        raise DeviceStateError(f"the device is {device.state}")
     return assignment_sign(
         device_id=device.device_id,
         key_thumbprint=device.key_thumbprint,
@@ -118,6 +124,9 @@ def _signed(
         delta=delta,
         security_floor=_security_floor(update),
         network_policy=policy,
+        content_key=content_key_wrap(
+            bundle=update.bundle, device_id=device.device_id, seal_key=bytes(device.seal_key)
+        ),
         clock=clock,
     )
 

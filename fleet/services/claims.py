@@ -16,7 +16,7 @@ from builds.common.errors import InvalidInputError
 from builds.common.roles import Permission
 from fleet.errors import ClaimError
 from fleet.models import ClaimToken
-from fleet.models.devices import CLASS_PATTERN
+from fleet.services.labels import require_class
 
 PREFIX: Final = "sfc"
 SECRET_BYTES: Final = 24
@@ -58,8 +58,8 @@ def claim_create(
         raise InvalidInputError(f"uses must be in 1..{MAX_USES}")
     if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
         raise InvalidInputError(f"name must be 1..{MAX_NAME} printable characters")
-    if device_class and re.fullmatch(CLASS_PATTERN, device_class) is None:
-        raise InvalidInputError(f"device_class must match {CLASS_PATTERN}")
+    if device_class:
+        require_class(device_class)
     _require_end(expires_at)
     secret = secrets.token_urlsafe(SECRET_BYTES)
     claim = ClaimToken.objects.create(

@@ -5,7 +5,7 @@ for its target, or one that it was sent (its target may have changed since). Any
 Facts are ordered by the time at which this server received them, never by a clock of the device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -13,31 +13,44 @@ from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q
 
 from builds.models import Bundle
+from fleet.clones import Sighting, Trail
 from fleet.models import Device, Heartbeat, Update
+from fleet.services.clones import clones_quarantine, trails_after
 
 BATCH = 2_000
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One poll: who, when (server time), and what it said it runs.
+    """One poll: who, when (server time), what it said it runs, and its boot and number there.
 
-    `manifest_sha256` is empty when it runs nothing yet, and None when it did not say.
+    `manifest_sha256` is empty when it runs nothing yet, and None when it did not say; so is `boot`.
     """
 
     device_pk: int
     at: datetime
     manifest_sha256: str | None
+    boot: tuple[str, int] | None = None
 
 
-@transaction.atomic
 def heartbeats_store(*, beats: Iterable[Beat]) -> int:
     """Store the newest poll of each device, and what changed; return how many devices polled.
 
-    Two queries per `BATCH` devices, and some per device that says it runs something new.
+    Devices whose polls come from two machines are quarantined. Three queries per `BATCH` devices,
+    and some per device that says it runs something new.
     """
+    beats = list(beats)
+    count, clones = _store(beats)
+    clones_quarantine(device_pks=clones)
+    return count
+
+
+@transaction.atomic
+def _store(beats: list[Beat]) -> tuple[int, list[int]]:
+    """Store polls; return how many devices polled, and those that are two."""
     newest = {beat.device_pk: beat for beat in beats}
     pks = sorted(newest)
+    trails: dict[int, Trail] = {}
     for start in range(0, len(pks), BATCH):
         part = [newest[pk] for pk in pks[start : start + BATCH]]
         known = dict(
@@ -47,24 +60,35 @@ def heartbeats_store(*, beats: Iterable[Beat]) -> int:
         )
         part = [beat for beat in part if beat.device_pk in known]
         said = {beat.device_pk: _said(beat, known[beat.device_pk]) for beat in part}
+        trails |= trails_after(sightings=_sightings(beats, known))
         Heartbeat.objects.bulk_create(
             [
                 Heartbeat(
                     device_id=beat.device_pk,
                     at=beat.at,
                     manifest_sha256=said[beat.device_pk],
+                    trail=trails[beat.device_pk].to_json(),
                 )
                 for beat in part
             ],
             update_conflicts=True,
             unique_fields=["device"],
-            update_fields=["at", "manifest_sha256"],
+            update_fields=["at", "manifest_sha256", "trail"],
         )
         for beat in part:
             manifest = said[beat.device_pk]
             if manifest != known[beat.device_pk]:
                 device_runs(device_pk=beat.device_pk, manifest_sha256=manifest, at=beat.at)
-    return len(pks)
+    return len(pks), [pk for pk, trail in trails.items() if trail.is_of_a_clone]
+
+
+def _sightings(beats: list[Beat], known: Mapping[int, str]) -> dict[int, list[Sighting]]:
+    """Return device -> its polls in order; without any for one that does not say its boot."""
+    found: dict[int, list[Sighting]] = {pk: [] for pk in known}
+    for beat in beats:
+        if beat.boot is not None and beat.device_pk in found:
+            found[beat.device_pk].append(Sighting(*beat.boot, beat.at.timestamp()))
+    return found
 
 
 def _said(beat: Beat, known: str) -> str:

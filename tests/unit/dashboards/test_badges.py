@@ -8,13 +8,14 @@ from builds.states import BuildState, DeltaState, VersionState
 from compiler.contract.manifest import VERIFIED_ON
 from dashboards.badges import GLYPHS, TONES, badge_of
 from fleet.gates import Decision
-from fleet.states import Arm, DeviceState, RolloutState, StageState, UpdateState
+from fleet.states import AlertKind, Arm, DeviceState, RolloutState, StageState, UpdateState
 
 ENUMS: tuple[type[StrEnum], ...] = (
     BuildState,
     VersionState,
     DeltaState,
     Decision,
+    AlertKind,
     Arm,
     DeviceState,
     RolloutState,

@@ -31,6 +31,7 @@ def addresses(world: World) -> dict[str, str]:
         "targets": "/targets",
         "devices": "/devices",
         "device": f"/devices/{world.devices[0].pk}",
+        "identities": "/devices/identity",
         "rollouts": "/rollouts",
         "good rollout": f"/rollouts/{world.good.pk}",
         "bad rollout": f"/rollouts/{world.bad.pk}",

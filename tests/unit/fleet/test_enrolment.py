@@ -168,9 +168,10 @@ def test_it_refuses_a_request_that_is_replayed_stale_or_not_fully_signed(claim):
     headers = signed_headers(device.key, device.public, url=url, body=body)
     assert device.send("/d/v1/token", body, headers=headers).status_code == 200
     assert device.send("/d/v1/token", body, headers=headers).json()["code"] == "fleet.replay"
+    for seconds in (-400, 60):
+        answer = device.token(created=datetime.now(UTC) + timedelta(seconds=seconds))
+        assert (answer.status_code, answer.json()["code"]) == (401, "fleet.clock"), seconds
     bad = [
-        {"created": datetime.now(UTC) - timedelta(seconds=400)},
-        {"created": datetime.now(UTC) + timedelta(seconds=60)},
         {"tag": "something-else"},
         {"components": ("@method", "@authority", "content-digest", "content-type")},
         {"nonce": "short"},

@@ -183,8 +183,8 @@ def test_it_orders_what_devices_run_by_the_servers_clock(clock):
     assert device.heartbeat.at == clock.now()
 
 
-def test_it_stores_heartbeats_in_two_queries(django_assert_num_queries, clock):
+def test_it_stores_heartbeats_in_three_queries(django_assert_num_queries, clock):
     model = make_model()
     beats = [Beat(make_device(model).pk, clock.now(), "") for _ in range(5)]
-    with django_assert_num_queries(4):  # savepoint, devices, upsert, release
+    with django_assert_num_queries(5):  # savepoint, devices, trails, upsert, release
         heartbeats_store(beats=beats)

@@ -7,7 +7,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('builds', '0004_delta_queue'),
+        ('builds', '0005_release_approval'),
     ]
 
     operations = [
