@@ -205,7 +205,6 @@ def assignment_sign(
         SigningKeysError: The director's key is missing.
         BuildOutputError: `delta` leads to another bundle.
     """
-    now = (clock or SystemClock()).now()
     assignment = Assignment(
         device_id=device_id,
         key_thumbprint=key_thumbprint,
@@ -219,7 +218,7 @@ def assignment_sign(
     )
     size, custom = len(bundle.manifest_bytes), assignment.to_json()
     target = target_file(bundle_path(bundle), size, bundle.manifest_sha256, custom)
-    return _directive(target, assignment_seq, now)
+    return _directive(target, assignment_seq, clock)
 
 
 def rules_sign(*, order: RulesOrder, clock: Clock | None = None) -> bytes:
@@ -228,15 +227,14 @@ def rules_sign(*, order: RulesOrder, clock: Clock | None = None) -> bytes:
     Raises:
         SigningKeysError: The director's key is missing.
     """
-    now = (clock or SystemClock()).now()
     body = order.body()
     target = target_file(RULES_PATH, len(body), sha256_hex(body), order.to_json())
-    return _directive(target, order.revision, now)
+    return _directive(target, order.revision, clock)
 
 
-def _directive(target: TargetFile, version: int, now: datetime) -> bytes:
+def _directive(target: TargetFile, version: int, clock: Clock | None) -> bytes:
     """Return the director's document of one target."""
-    expires = expiry("assignment", now)
+    expires = expiry("assignment", (clock or SystemClock()).now())
     document = Metadata(Targets(version=version, expires=expires, targets={target.path: target}))
     return _by_director(document)
 
