@@ -1,7 +1,7 @@
 # Developers' targets. Users need none of them: `python3 manage.py demo` and `python3 manage.py test` set up everything.
 PY ?= .venv/bin/python
 
-.PHONY: help env check format test full states openapi bench-answer bench-bits bench-compile bench-decode bench-kernels bench-layouts bench-leak bench-policy bench-prune bench-publish bench-routing bench-runtime bench-slices demo lock lock-exporters peers
+.PHONY: help env check format test full states openapi bench-answer bench-bits bench-compile bench-decode bench-delta bench-kernels bench-layouts bench-leak bench-policy bench-prune bench-publish bench-routing bench-runtime bench-slices demo lock lock-exporters peers
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -52,6 +52,9 @@ peers: env ## What we measure against, once: ggml is built here, a few minutes a
 
 bench-decode: peers ## A whole decoder, token by token, against ONNX Runtime and llama.cpp; the result table
 	$(PY) -m benchmarks.decode --check
+
+bench-delta: peers ## Bytes, time and memory of updates against bsdiff4, HDiffPatch, xdelta3, zstd, detools
+	$(PY) -m benchmarks.delta --check
 
 bench-kernels: peers ## Products and routed layers against the read limit, ONNX Runtime, ggml and OpenVINO
 	$(PY) -m benchmarks.kernels --check
