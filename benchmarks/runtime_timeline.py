@@ -3,7 +3,8 @@
 Tokens of the plan of 48 experts, a part of them in memory, experts read ahead, files forgotten
 before each token or, with `--warm`, kept by the system, so that a read copies. Writes what the
 runtime traced, in both formats that Perfetto opens, and a picture of those consecutive tokens that
-read most: reads that compute hides apart from those that a run is stalled for.
+read most: reads that compute hides apart from those that a run is stalled for. Prints how the
+schedule compares with the one that was predicted (`runtime_schedule`).
 """
 
 import argparse
@@ -19,6 +20,7 @@ from benchmarks.runner import RESULTS
 from benchmarks.runtime import STEP_TOKENS, WARM_UP, Setting, edgecard_steering
 from benchmarks.runtime_memory import AHEAD, FULL, ColdFiles, Folder, Walker, open_experts
 from benchmarks.runtime_model import runtime_shape, write_routed_plan
+from benchmarks.runtime_schedule import TOLERANCE, Compared, compared
 from benchmarks.runtime_trace import edgecard_trace
 from benchmarks.timeline_picture import MS_NS, picture, reads_of
 from compiler.contract.native_trace import READS, Event, Kind, traced
@@ -90,6 +92,24 @@ def write(events: Sequence[Event], title: str, shown: int, folder: Path) -> list
     return [*files, drawn]
 
 
+def named(folder: Folder, share: float) -> tuple[dict[str, int], dict[str, int]]:
+    """Return layer and bytes of each expert by name; layers are numbered as calls of a run are."""
+    experts = folder.layout(share).experts
+    numbers = {layer: at for at, layer in enumerate(sorted({e.layer for e in experts}))}
+    return {e.name: numbers[e.layer] for e in experts}, {e.name: e.length for e in experts}
+
+
+def told(found: Compared) -> str:
+    """Return what the comparison says, in one paragraph."""
+    return (
+        f"schedule, predicted by the costs of the first half of the tokens for the "
+        f"{found.tokens} of the other, {found.reads} reads of experts: {found.within:.0%} of the "
+        f"tokens take what was predicted within {TOLERANCE:.0%} (median error {found.error:.0%}); "
+        f"time of reads behind compute {found.hidden:.0%}, predicted {found.hidden_predicted:.0%}; "
+        f"{found.in_order:.0%} of the pairs of a read and a call begin in the order predicted"
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
     """Trace and write; print the files."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.runtime_timeline")
@@ -112,10 +132,12 @@ def main(arguments: Sequence[str]) -> int:
         write_routed_plan(runtime_shape(routes), routes, target.id, STEP_TOKENS, folder.path)
         setting = Setting(folder, len(routes), steering)
         events = record(setting, options.way, options.share, options.tokens, is_warm=options.warm)
+        schedule = compared(events, *named(folder, options.share))
     title = (
         f"{options.shown} of {options.tokens} tokens, those that read most; {options.share:.0%} "
     )
     title += f"of 48 experts of 6 MB in memory, files {'kept' if options.warm else 'forgotten'}"
+    print(told(schedule))
     for path in write(events, title, options.shown, options.out):
         print(path)
     return 0
