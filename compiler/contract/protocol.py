@@ -25,7 +25,7 @@ Chain of one update, device on the left:
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeVar
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object, require_sha256
 from compiler.contract.errors import ContractError
@@ -45,6 +45,8 @@ MAX_REPORT_TEXT: Final = 2_000
 NONCE_BYTES: Final = 16
 MAX_INTEGER: Final = (1 << 63) - 1
 MAX_SEQ: Final = (1 << 31) - 1
+MAX_SHOWN: Final = 64
+"""Characters of a value that an error repeats."""
 MAX_DOWNLOADED_BYTES: Final = 1 << 44  # 16 TiB; a sum over many devices still fits 63 bits
 
 # RFC 9421: what a signature by the device key has to cover, and for how long it is good.
@@ -61,6 +63,8 @@ SIGNATURE_MAX_AGE_S: Final = 300
 NEW_KEY_TAG: Final = "sparsefleet-new-key"
 # Code of the answer to a signature that is good but for its time.
 CODE_CLOCK: Final = "fleet.clock"
+
+Member = TypeVar("Member", bound=StrEnum)
 
 
 class UpdateState(StrEnum):
@@ -196,13 +200,10 @@ def parse_poll_answer(data: bytes) -> PollAnswer:
 def _offer(value: Json) -> Offer:
     if not isinstance(value, Mapping):
         raise ContractError("offer must be an object")
-    kind = value.get("kind")
-    if kind not in {item.value for item in OfferKind}:
-        raise ContractError(f"unknown offer kind {kind!r}")
     return Offer(
         update_id=integer(value, "update_id"),
         attempt=integer(value, "attempt"),
-        kind=OfferKind(str(kind)),
+        kind=one_of(OfferKind, value.get("kind"), "offer kind"),
         version=text(value, "version"),
         manifest_sha256=require_sha256(value.get("manifest_sha256"), "manifest_sha256"),
     )
@@ -255,15 +256,12 @@ def parse_report(data: bytes) -> UpdateReport:
     document = parse_object(data, limit_bytes=MAX_DOCUMENT_BYTES)
     if document.get("schema") != REPORT_SCHEMA:
         raise ContractError(f"report schema must be {REPORT_SCHEMA!r}")
-    state = document.get("state")
-    if state not in {item.value for item in UpdateState}:
-        raise ContractError(f"unknown update state {state!r}")
     running = text(document, "running_manifest_sha256")
     return UpdateReport(
         update_id=integer(document, "update_id"),
         attempt=integer(document, "attempt"),
         seq=integer(document, "seq", MAX_SEQ),
-        state=UpdateState(str(state)),
+        state=one_of(UpdateState, document.get("state"), "update state"),
         running_manifest_sha256=require_sha256(running, "running_manifest_sha256")
         if running
         else "",
@@ -374,17 +372,15 @@ def assignment_from_json(document: Mapping[str, Json]) -> Assignment:
     if delta is not None and not isinstance(delta, Mapping):
         raise ContractError("delta must be an object or null")
     policy = document.get("network_policy", NetworkPolicy.ANY.value)
-    if policy not in {item.value for item in NetworkPolicy}:
-        raise ContractError(f"unknown network policy {policy!r}")
     return Assignment(
         device_id=text(document, "device_id"),
         key_thumbprint=require_sha256(document.get("key_thumbprint"), "key_thumbprint"),
         assignment_seq=integer(document, "assignment_seq"),
         nonce=text(document, "nonce"),
-        kind=OfferKind(text(document, "kind")),
+        kind=one_of(OfferKind, document.get("kind"), "offer kind"),
         security_floor=integer(document, "security_floor"),
         delta=None if delta is None else delta_offer_from_json(delta),
-        network_policy=NetworkPolicy(str(policy)),
+        network_policy=one_of(NetworkPolicy, policy, "network policy"),
         content_key=text(document, "content_key") if "content_key" in document else "",
     )
 
@@ -406,6 +402,18 @@ def integer(document: Mapping[str, Json], name: str, limit: int = MAX_INTEGER) -
 def optional_integer(document: Mapping[str, Json], name: str) -> int | None:
     """Return the non-negative integer field `name`, or None when it is null or absent."""
     return None if document.get(name) is None else integer(document, name)
+
+
+def one_of(kind: type[Member], value: Json, name: str) -> Member:
+    """Return the member of an enumeration of texts whose value is `value`.
+
+    Raises:
+        ContractError: There is none; `name` says of what.
+    """
+    found = next((member for member in kind if member == value), None)
+    if found is None:
+        raise ContractError(f"unknown {name} {str(value)[:MAX_SHOWN]!r}")
+    return found
 
 
 def text(document: Mapping[str, Json], name: str) -> str:

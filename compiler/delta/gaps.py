@@ -10,7 +10,7 @@ import numpy.typing as npt
 from compiler.contract.delta import DeltaFormatError
 from compiler.delta.blobs import BlobReader, pack_blob
 
-Positions = npt.NDArray[np.int32 | np.int64]
+Positions = npt.NDArray[np.int64]
 
 
 def pack_gaps(positions: Positions) -> bytes:
@@ -30,12 +30,11 @@ def read_gaps(reader: BlobReader, limit: int, most: int) -> Positions:
     """
     steps = np.frombuffer(reader.blob(most + limit // 255), np.uint8)
     if not steps.size:
-        return np.zeros(0, np.int32)
+        return np.zeros(0, np.int64)
     ends = np.flatnonzero(steps != 255)
     if ends.size > most or steps[-1] == 255:
         raise DeltaFormatError("gap list too long or unfinished")
-    positions = np.cumsum(steps, dtype=np.int32)[ends]  # at most 255 x (1 Mi + 16 Ki) < 2^31
-    positions += np.arange(ends.size, dtype=np.int32)
+    positions = np.cumsum(steps, dtype=np.int64)[ends] + np.arange(ends.size)
     if positions[-1] >= limit:
         raise DeltaFormatError("gap list leaves its range")
     return positions

@@ -9,8 +9,6 @@ both ways. Every coder here sees packed residual bytes, uint8 (length,), mostly 
     BITS          raw: positions of flipped bits
     WORDS         f32: zigzag of the bit-pattern difference, four byte planes
     SPARSE_WORDS  f32: positions of changed words, four byte planes of those
-    QUADS         words, four byte planes: of what stands alone, where bytes have their own meaning
-    COUNTERS      raw: words, each less the one before it, as WORDS; for running counts that shifted
 
 In the packed weight layout a tile is 16 rows x 32 columns in 256 bytes, and 4 bytes are 8 columns
 of one row; so blocks of 4, 16, 64 and 256 bytes are 1 x 8, 4 x 8, 16 x 8 and 16 x 32 codes.
@@ -26,12 +24,12 @@ import numpy.typing as npt
 
 from compiler.contract.delta import DeltaFormatError, Mode
 from compiler.delta.blobs import BlobReader, pack_blob
-from compiler.delta.estimates import MARGIN, THOROUGH_BYTES, block_bytes
 from compiler.delta.gaps import pack_gaps, read_gaps
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 
+_BLOCK_LOGS: Final = (0, 2, 4, 6, 7, 8)
 _MAX_BLOCK_LOG: Final = 8
 _BLOCK_LOG: Final = struct.Struct("<B")
 _LOW: Final = np.uint8(15)
@@ -86,22 +84,24 @@ def _decode_gaps(reader: BlobReader, length: int) -> Bytes:
     values[large] = np.frombuffer(reader.blob(large.size, exact=True), np.uint8)
     values = np.where(np.unpackbits(signs, count=count), _MODULUS - values, values) & _LOW
     residual = np.zeros(length, np.uint8)
-    odd = (positions & 1) != 0
+    odd = (positions & 1).astype(bool)
     residual[positions[~odd] >> 1] = values[~odd]
     residual[positions[odd] >> 1] |= values[odd] << 4
     return residual
 
 
 def _encode_blocks(residual: Bytes) -> bytes | None:
-    costs = block_bytes(residual)
-    margin = MARGIN if residual.size > THOROUGH_BYTES else np.inf
-    logs = [log for log, cost in costs.items() if cost <= margin * min(costs.values())]
-    return min((_encode_block_size(residual, log) for log in logs), key=len, default=None)
+    payloads = [_encode_block_size(residual, log) for log in _BLOCK_LOGS]
+    return min((payload for payload in payloads if payload), key=len, default=None)
 
 
-def _encode_block_size(residual: Bytes, log: int) -> bytes:
+def _encode_block_size(residual: Bytes, log: int) -> bytes | None:
+    if residual.size % (1 << log):
+        return None
     blocks = residual.reshape(-1, 1 << log)
     changed = np.flatnonzero(blocks.any(axis=1))
+    if 2 * changed.size > len(blocks):
+        return None
     return _BLOCK_LOG.pack(log) + pack_gaps(changed) + pack_blob(blocks[changed].tobytes())
 
 
@@ -128,9 +128,7 @@ def _decode_bits(reader: BlobReader, length: int) -> Bytes:
     return np.packbits(bits, bitorder="little")
 
 
-def _encode_words(residual: Bytes) -> bytes | None:
-    if residual.size % 4:
-        return None
+def _encode_words(residual: Bytes) -> bytes:
     return _pack_planes(residual.view("<u4"))
 
 
@@ -153,31 +151,6 @@ def _decode_sparse_words(reader: BlobReader, length: int) -> Bytes:
     return words.view(np.uint8)
 
 
-def _encode_counters(residual: Bytes) -> bytes | None:
-    if residual.size % 4:
-        return None
-    words = residual.view("<u4")
-    steps = words.copy()
-    steps[1:] -= words[:-1]
-    return _pack_planes(steps)
-
-
-def _decode_counters(reader: BlobReader, length: int) -> Bytes:
-    steps = _read_planes(reader, length // 4)
-    return np.cumsum(steps, dtype=np.uint32).astype("<u4").view(np.uint8)
-
-
-def _encode_quads(residual: Bytes) -> bytes | None:
-    if residual.size % 4:
-        return None
-    return b"".join(pack_blob(plane.tobytes()) for plane in residual.reshape(-1, 4).T)
-
-
-def _decode_quads(reader: BlobReader, length: int) -> Bytes:
-    planes = [np.frombuffer(reader.blob(length // 4, exact=True), np.uint8) for _ in range(4)]
-    return np.stack(planes, axis=1).reshape(-1)
-
-
 def _pack_planes(words: Words) -> bytes:
     zigzag = (words << np.uint32(1)) ^ (np.uint32(0) - (words >> np.uint32(31)))
     planes = zigzag.astype("<u4").view(np.uint8).reshape(-1, 4).T
@@ -197,8 +170,4 @@ CODERS: Final[Mapping[Mode, ResidualCoder]] = {
     Mode.BITS: ResidualCoder(_encode_bits, _decode_bits),
     Mode.WORDS: ResidualCoder(_encode_words, _decode_words),
     Mode.SPARSE_WORDS: ResidualCoder(_encode_sparse_words, _decode_sparse_words),
-    Mode.COUNTERS: ResidualCoder(_encode_counters, _decode_counters),
-    Mode.QUADS: ResidualCoder(_encode_quads, _decode_quads),
-    Mode.DENSE_AFTER: ResidualCoder(_encode_dense, _decode_dense),
-    Mode.QUADS_AFTER: ResidualCoder(_encode_quads, _decode_quads),
 }
