@@ -1,7 +1,7 @@
 # Developers' targets. Users need none of them: `python3 manage.py demo` and `python3 manage.py test` set up everything.
 PY ?= .venv/bin/python
 
-.PHONY: help env check format test full states openapi bench-answer bench-bits bench-compile bench-decode bench-delta bench-kernels bench-layouts bench-leak bench-policy bench-prune bench-publish bench-routing bench-runtime bench-slices demo lock lock-exporters peers
+.PHONY: help env check format test full states openapi bench-answer bench-bits bench-compile bench-decode bench-delta bench-kernels bench-layouts bench-leak bench-policy bench-prune bench-publish bench-routing bench-runtime bench-slices demo fuzz lock lock-exporters peers
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,6 +27,10 @@ test: ## The everyday tier
 
 full: ## The everyday tier and the long campaigns
 	python3 manage.py test --full
+
+fuzz: env ## Every parser of bytes from outside, guided by coverage: FUZZ_SECONDS (20) each
+	$(PY) -m pip install -q --require-hashes -r requirements-fuzz.lock
+	$(PY) -m tests.fuzz --seconds $(or $(FUZZ_SECONDS),20)
 
 states: ## Print the state diagrams into docs/states
 	$(PY) manage.py states_print
@@ -87,6 +91,7 @@ lock: ## Resolve the lock files again from requirements*.in
 	$(PY) -m uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header requirements-dev.in -o requirements-dev.lock
 	$(PY) -m uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header requirements-peers.in -o requirements-peers.lock
 	$(PY) -m uv pip compile --universal --python-version 3.11 --no-deps --generate-hashes --no-emit-index-url --no-header requirements-models.in -o requirements-models.lock
+	$(PY) -m uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url --no-header requirements-fuzz.in -o requirements-fuzz.lock
 
 lock-exporters: ## The same for the exporters of examples/moe-exports; UV_FIND_LINKS names where torch for the CPU is
 	$(PY) -m uv pip compile --python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate-hashes --no-emit-index-url --no-emit-find-links --no-header requirements-exporters.in -o requirements-exporters.lock

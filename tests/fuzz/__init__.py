@@ -1,0 +1,1 @@
+"""Coverage-guided fuzzing of every parser that reads bytes from outside: `make fuzz`."""
