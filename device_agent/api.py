@@ -153,21 +153,30 @@ class DeviceApi:
         body = canonical_bytes({"device_id": self.device_id, "public_key": following.public_base64})
         with self._lock:
             response = self._fresh(PATH_ROTATE, body, MAX_DOCUMENT_BYTES, (self.key, following))
-            if response.status == HTTPStatus.UNAUTHORIZED:
-                self._token, life_s = (
-                    self._exchange()
-                )  # it may have the new key since an earlier try
-                self._token_until = self._clock.monotonic() + life_s * TOKEN_EARLY_RATIO
-                if self._keys.next is None:
-                    return self.key.thumbprint
+            self._token = ""  # tokens of the old key end
             try:
                 require_success(response, PATH_ROTATE)
-            except RefusedError:
-                self._keys.drop_next()
-                raise
-            self._keys.promote()
-            self._token = ""
+            except RefusedError as refusal:
+                self._after_refusal(refusal)
+            else:
+                self._keys.promote()
         return self.key.thumbprint
+
+    def _after_refusal(self, refusal: RefusedError) -> None:
+        """Find out which key the server knows: an earlier try may have come through.
+
+        Raises:
+            RefusedError: It does not know the new one; that is dropped if it knows the old one.
+        """
+        try:
+            self._exchange()
+        except UnauthorizedError:
+            raise refusal from None  # it knows neither: both are kept
+        except RefusedError:
+            pass  # it knows the old one and does not want it to get on
+        if self._keys.next is not None:
+            self._keys.drop_next()
+            raise refusal
 
     def poll(self, running_sha256: str, boot: str = "") -> PollAnswer:
         """Ask what to do.

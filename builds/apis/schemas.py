@@ -214,6 +214,7 @@ class BundleOut(Schema):
     build: int
     total_bytes: int
     verified_on: str
+    is_sealed: bool = Field(..., description="Confidential: its sections travel sealed.")
     created_at: datetime
     approved_at: datetime | None
     approved_by: str

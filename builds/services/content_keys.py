@@ -1,6 +1,6 @@
 """Content keys of confidential releases, and what is sealed with them.
 
-    key-encrypting key (a file beside the signing keys) -(ChaCha20-Poly1305)-> content key, in a row
+    key of keys (a setting, or a file in development) -(ChaCha20-Poly1305)-> content key, a row
     content key -(HKDF, STREAM)-> sealed sections and deltas, in the blob store
     content key -(HPKE)-> one device, in its assignment
 
@@ -136,9 +136,17 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def _kek(*, make: bool) -> bytes:
-    """Return the key-encrypting key; it is made once, with the first content key."""
-    path = settings.SPARSEFLEET.key_path / KEK_NAME
+    """Return the key-encrypting key: the setting, or a file made with the first content key."""
+    chosen = settings.SPARSEFLEET
+    if chosen.content_kek:
+        return _kek_of(chosen.content_kek)
+    path = chosen.key_path / KEK_NAME
     if make and not path.exists():
+        if not chosen.allows_file_keys:
+            raise SigningKeysError(
+                "a confidential model needs a key-encrypting key",
+                hint="set SPARSEFLEET_CONTENT_KEK",
+            )
         _write_new(path, secrets.token_bytes(KEY_BYTES))
     try:
         key: bytes = path.read_bytes()
@@ -146,6 +154,18 @@ def _kek(*, make: bool) -> bytes:
         raise SigningKeysError(f"{KEK_NAME} cannot be read: {error.strerror}") from error
     if len(key) != KEY_BYTES:
         raise SigningKeysError(f"{KEK_NAME} has {len(key)} bytes, not {KEY_BYTES}")
+    return key
+
+
+def _kek_of(text: str) -> bytes:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise SigningKeysError(
+            f"SPARSEFLEET_CONTENT_KEK must be {2 * KEY_BYTES} hexadecimal digits"
+        )
     return key
 
 

@@ -114,10 +114,15 @@ class Environment(BaseSettings):
     probation_s: float = Field(
         30.0, ge=0, description="How long a new bundle runs before it is committed, seconds."
     )
+    content_kek: str = Field(
+        "",
+        description="64 hexadecimal digits that encrypt the keys of confidential releases; "
+        "a file beside the signing keys when empty.",
+    )
     trusted_proxies: str = Field(
         "",
-        description="Comma separated addresses or networks whose Client-Cert and X-Forwarded-For "
-        "headers are believed.",
+        description="Comma separated addresses or networks of proxies: what their headers "
+        "Client-Cert, X-Forwarded-For and X-Forwarded-Proto say is believed.",
     )
     device_mtls: Literal["off", "required"] = Field(
         "off", description="required: devices must come through a trusted proxy with a certificate."
@@ -127,7 +132,7 @@ class Environment(BaseSettings):
     @model_validator(mode="before")
     @classmethod
     def _secrets_from_files(cls, values: dict[str, object]) -> dict[str, object]:
-        for name in ("secret_key", "database_url", "broker_url", "pkcs11_pin"):
+        for name in ("secret_key", "database_url", "broker_url", "pkcs11_pin", "content_kek"):
             path = os.environ.get(f"SPARSEFLEET_{name.upper()}_FILE")
             if path and not values.get(name):
                 values[name] = Path(path).read_text(encoding="utf-8").strip()

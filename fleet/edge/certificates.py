@@ -21,6 +21,7 @@ from fleet.errors import ClientCertificateError
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 CERTIFICATE: Final = "HTTP_CLIENT_CERT"
 FORWARDED_FOR: Final = "HTTP_X_FORWARDED_FOR"
+FORWARDED_PROTO: Final = "HTTP_X_FORWARDED_PROTO"
 # Names that proxies use; a server makes the same key of `Client-Cert` and `Client_Cert`.
 CERTIFICATE_PREFIXES: Final = (
     "HTTP_CLIENT_CERT",
@@ -47,6 +48,9 @@ class CertificateGate:
         """Answer one request."""
         if self._is_trusted(environ.get("REMOTE_ADDR", "")):
             environ["REMOTE_ADDR"] = self._client(environ)
+            scheme = environ.get(FORWARDED_PROTO, "")
+            if scheme in ("http", "https"):
+                environ["wsgi.url_scheme"] = scheme  # signatures cover the address as it was asked
         else:
             for name in [name for name in environ if name.startswith(CERTIFICATE_PREFIXES)]:
                 del environ[name]

@@ -21,8 +21,10 @@ from device_agent.storage.disk import Disk
 from fleet.apis.device import _time_rates
 from fleet.common.rates import MAX_ADDRESSES, Rates
 from fleet.common.time_nonces import LIFE_S, is_fresh, issue
+from fleet.errors import RotationError
 from fleet.models import Device, IdentityAlert, ReplacedKey
 from fleet.services.claims import claim_create
+from fleet.services.device_keys import device_key_rotate
 from fleet.services.enrolment import device_admit
 from fleet.states import DeviceEvent
 from tests.factories.builds import make_model
@@ -173,6 +175,29 @@ def test_it_keeps_its_key_when_the_server_wants_no_other(start):
     assert refusal.value.server_code == "fleet.device_state"
     assert (agent.key.thumbprint, agent.api._keys.next) == (old, None)
     assert not ReplacedKey.objects.exists()
+
+
+def test_it_has_the_new_key_when_only_the_refusal_of_its_twin_arrives(start, monkeypatch):
+    """The same request twice at once: one replaced the key, the other is told that it was late."""
+
+    def late(**how: Any) -> Device:
+        device_key_rotate(**how)
+        raise RotationError("the key was replaced in the meantime")
+
+    agent = start()
+    old = agent.key.thumbprint
+    monkeypatch.setattr("fleet.apis.device.device_key_rotate", late)
+    new = agent.rotate_key()
+    assert new == Device.objects.get().key_thumbprint != old
+    assert works(agent)
+
+
+def test_it_keeps_both_keys_when_the_server_knows_neither(start):
+    agent = start()
+    Device.objects.update(key_thumbprint="0" * 64, public_key=Newcomer().public)
+    with pytest.raises(UnauthorizedError):
+        agent.rotate_key()
+    assert agent.api._keys.next is not None
 
 
 def test_it_shuts_out_the_backup_with_the_old_key(start, tmp_path):

@@ -93,6 +93,20 @@ def test_it_knows_who_asks_through_a_proxy(peer, forwarded, client):
     assert ask(peer, HTTP_X_FORWARDED_FOR=forwarded)[1]["REMOTE_ADDR"] == client
 
 
+@pytest.mark.parametrize(
+    ("peer", "said", "scheme"),
+    [
+        ("10.1.2.3", "https", "https"),
+        ("10.1.2.3", "gopher", "http"),
+        ("10.1.2.3", "", "http"),
+        ("203.0.113.9", "https", "http"),
+    ],
+)
+def test_it_knows_the_address_that_was_asked_behind_a_proxy(peer, said, scheme):
+    seen = ask(peer, HTTP_X_FORWARDED_PROTO=said, **{"wsgi.url_scheme": "http"})[1]
+    assert seen["wsgi.url_scheme"] == scheme
+
+
 def test_it_refuses_settings_that_would_shut_everybody_out(tmp_path):
     for wrong in ({"device_mtls": "required"}, {"trusted_proxies": "the proxy"}):
         with pytest.raises(ValidationError):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from django.conf import settings as django_settings
 from django.test import Client
 
 from builds.common.clock import SystemClock
@@ -17,7 +18,7 @@ from builds.common.roles import Role
 from builds.errors import SigningKeysError
 from builds.models import AuditEvent, BuildJob, Bundle, ContentKey, Delta, Model
 from builds.services.bundles import BuildOutput, build_finish
-from builds.services.content_keys import content_key_of, content_key_wrap
+from builds.services.content_keys import content_key_for_build, content_key_of, content_key_wrap
 from builds.services.deltas import DeltaOutput, delta_finish
 from builds.services.signing import keys_generate, repositories_init
 from builds.services.versions import model_confidential_set
@@ -250,6 +251,25 @@ def test_it_says_when_its_own_key_is_gone(model, tmp_path, state_dir):
     with pytest.raises(SigningKeysError, match="cannot be read"):
         build(model, tmp_path)  # it makes no other one while rows need the one that is lost
     assert not kek.exists()
+
+
+def test_it_takes_the_key_of_keys_from_the_settings(model, tmp_path, state_dir, monkeypatch):
+    chosen = django_settings.SPARSEFLEET
+    monkeypatch.setattr(chosen, "content_kek", "ab" * 32)
+    bundle = build(model, tmp_path)
+    assert content_key_of(bundle.version) is not None
+    assert not (state_dir / "keys" / "content.kek").exists()
+    for wrong in ("ab" * 31, "zz" * 32):
+        monkeypatch.setattr(chosen, "content_kek", wrong)
+        with pytest.raises(SigningKeysError, match="64 hexadecimal"):
+            content_key_of(bundle.version)
+
+
+def test_it_makes_no_key_file_in_production(model, tmp_path, state_dir, monkeypatch):
+    monkeypatch.setattr(type(django_settings.SPARSEFLEET), "allows_file_keys", False)
+    with pytest.raises(SigningKeysError, match="key-encrypting"):
+        content_key_for_build(make_version(model))
+    assert not (state_dir / "keys" / "content.kek").exists()
 
 
 def test_it_is_an_option_over_http(ci_bot):
