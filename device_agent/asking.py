@@ -14,14 +14,14 @@ from device_agent.runtime.evaluation import load_evaluation
 from device_agent.runtime.pictures import read_image
 
 QUESTION: Final = "question"
-_ASK_HINT: Final = "give words, --prompt with one that stands alone, or --card with --evaluation"
+_ASK_HINT: Final = "give words, --template with one that stands alone, or --card with --evaluation"
 
 
 def ask(
     config: AgentConfig,
     image: Path | None,
     card: int | None,
-    prompt: str | None,
+    template: str | None,
     words: tuple[str, ...],
 ) -> Iterator[str]:
     """Yield one line per answer: outcome, milliseconds, words.
@@ -30,7 +30,7 @@ def ask(
         config: Of the device.
         image: Picture to ask about, or None.
         card: Number of a card of the evaluation set, whose questions are asked instead.
-        prompt: Name of the prompt around `words`; None = `question`.
+        template: Name of the prompt around `words`; None = `question`.
         words: Words of the question.
 
     Raises:
@@ -38,7 +38,7 @@ def ask(
         NoBundleError: Nothing is installed.
         AnswerError: The plan failed.
     """
-    asked = questions(config, image, card, prompt, words)
+    asked = questions(config, image, card, template, words)
     store, current = installed_bundle(config.state_dir)
     answerer = native_engine(store, config).start(current)
     try:
@@ -63,7 +63,7 @@ def questions(
     config: AgentConfig,
     image: Path | None,
     card: int | None,
-    prompt: str | None,
+    template: str | None,
     words: tuple[str, ...],
 ) -> tuple[Question, ...]:
     """Return what `ask` asks; arguments as there.
@@ -75,11 +75,11 @@ def questions(
         PictureError: The picture cannot be read.
     """
     if card is None:
-        if not words and (prompt or QUESTION) == QUESTION:  # the one that goes around words
+        if not words and (template or QUESTION) == QUESTION:  # the one that goes around words
             raise ConfigurationError("nothing was asked", hint=_ASK_HINT)
         pixels = b"" if image is None else read_image(image)
-        return (Question(image=pixels, prompt=prompt or QUESTION, words=words),)
-    if words or image is not None or prompt is not None:
+        return (Question(image=pixels, prompt=template or QUESTION, words=words),)
+    if words or image is not None or template is not None:
         raise ConfigurationError("--card has questions and a picture of its own", hint=_ASK_HINT)
     if not config.evaluation:
         raise ConfigurationError("--card needs --evaluation")

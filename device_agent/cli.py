@@ -14,7 +14,7 @@ from compiler.contract.trace_files import TRACE_FORMATS
 from device_agent.agent import Agent
 from device_agent.asking import ask, questions
 from device_agent.config import ISA_LEVELS, AgentConfig, load_config
-from device_agent.errors import AgentError
+from device_agent.errors import AgentError, ConfigurationError
 from device_agent.farm import farm_configs, run_agents, stop_on_signal
 from device_agent.identity import DeviceKey
 from device_agent.inferring import Inference, infer
@@ -124,13 +124,21 @@ def _probe(config: AgentConfig, options: argparse.Namespace) -> int:
 
 
 def _ask(config: AgentConfig, options: argparse.Namespace) -> int:
-    for line in ask(config, options.image, options.card, options.prompt, tuple(options.words)):
+    for line in ask(config, options.image, options.card, options.template, _words(options)):
         result(line)
     return EXIT_OK
 
 
+def _words(options: argparse.Namespace) -> tuple[str, ...]:
+    if options.prompt is not None and options.words:
+        raise ConfigurationError(
+            "words are given twice", hint="either --prompt, or words as they are"
+        )
+    return tuple(options.words if options.prompt is None else options.prompt.split())
+
+
 def _trace(config: AgentConfig, options: argparse.Namespace) -> int:
-    asked = questions(config, options.image, options.card, options.prompt, tuple(options.words))
+    asked = questions(config, options.image, options.card, options.template, _words(options))
     for line in trace_answers(config, asked, options.out, options.format):
         result(line)
     return EXIT_OK
@@ -217,7 +225,10 @@ def _checked(
 def _add_question(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", type=Path, help="picture: .npy (uint8) or .pgm")
     parser.add_argument("--card", type=int, help="ask all questions of a card of --evaluation")
-    parser.add_argument("--prompt", help="prompt around the words; default: question")
+    parser.add_argument(
+        "--prompt", help="words, with spaces between them; or as they are, behind the options"
+    )
+    parser.add_argument("--template", help="prompt around the words; default: question")
     parser.add_argument("words", nargs="*", help="words of the question")
 
 
