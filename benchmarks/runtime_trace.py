@@ -14,10 +14,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from compiler.driver.calibrate import MAX_CARDS, record_cards
+from compiler.driver.calibrate import record_cards
 from compiler.driver.cards import EVALUATION, Card, read_cards
 from compiler.driver.lowering import lower_submission
 from compiler.driver.options import no_progress
+from compiler.driver.questions import MAX_CARDS
 from compiler.driver.sections import image_spec
 from compiler.driver.stages import StageClock
 from compiler.frontend.pipeline_json import read_pipeline

@@ -73,6 +73,9 @@ def _facts(report: Document, where: str) -> Iterator[tuple[str, str]]:
     if check.get("vectors"):
         wrong = check.get("failed_vectors") or "none"
         yield "Self-test", f"{text_in(check, 'vectors')} questions, {cell_text('', wrong)} differ"
+    gain = _part(report, "gain")
+    if gain.get("says"):
+        yield "Gain over the base, after quantisation", text_in(gain, "says")
     if report.get("constant_time") is True:
         yield "Constant time", "no activation and no weight decides time or accesses"
     if removed:

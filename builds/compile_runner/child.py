@@ -57,6 +57,7 @@ def _compile(job: Mapping[str, Any], say: Say) -> None:
     from compiler.driver.bundle_files import read_bundle, write_bundle
     from compiler.driver.cards import require_sets
     from compiler.driver.compile import compile_model
+    from compiler.driver.gain_stage import scores_in
     from compiler.driver.options import CompileOptions
 
     require_sets(Path(job["submission"]))
@@ -71,6 +72,7 @@ def _compile(job: Mapping[str, Any], say: Say) -> None:
         cache_dir=Path(job["cache"]) if job["cache"] else None,
         base_sections=base[0] if base else None,
         base_planes=base[1] if base else None,
+        base_answers=scores_in(job["base_report"]),
         progress=lambda stage, fraction: say(Progress(stage, fraction)),
     )
     write_bundle(compile_model(Path(job["submission"]), options), Path(job["out"]))

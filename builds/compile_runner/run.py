@@ -44,6 +44,8 @@ from builds.states import BuildEvent
 logger = logging.getLogger(__name__)
 
 MAX_LOG_LINES: Final = 5_000
+ANSWERS: Final = "answers"
+"""What a report says about the scores of a version; the next version is compared with them."""
 READING_STAGES: Final = frozenset({"leased", "compile", "import", "raise"})
 HEARTBEATS_PER_LEASE: Final = 5
 
@@ -100,6 +102,7 @@ def _request(job: BuildJob, folder: Path) -> dict[str, object]:
         "do": "compile",
         "submission": str(lay_out_submission(version, folder / "submission")),
         "base": str(lay_out_bundle(base, folder / "base")) if base else "",
+        "base_report": {ANSWERS: base.job.report.get(ANSWERS)} if base else {},
         "out": str(folder / "out"),
         "cache": str(cache_folder()),
         "target": job.target.name,

@@ -259,6 +259,13 @@ def deltas_of(*, version_id: int) -> tuple[Delta, ...]:
     return tuple(pairs.filter(new__version_id=version_id).order_by("new__target__name", "-pk"))
 
 
+def gain_of(*, version_id: int) -> str:
+    """Return what the newest build of a version says about its gain over its base. One query."""
+    rows = BuildJob.objects.filter(version_id=version_id, report__has_key="gain").order_by("-pk")
+    says: str | None = rows.values_list("report__gain__says", flat=True).first()
+    return says or ""
+
+
 def target_list() -> QuerySet[Target]:
     """Return the targets with counts of their bundles and failed builds. One query."""
     failed = Q(jobs__state__in=(BuildState.FAILED_USER, BuildState.FAILED_APP))

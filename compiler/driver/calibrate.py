@@ -6,15 +6,17 @@ on the target nor on an older bundle.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 from compiler.contract.canonical import Json
 from compiler.contract.pipeline import SEE, Pipeline, Port, ProgramSpec
-from compiler.contract.session import STEP, answering, seeing
+from compiler.contract.session import GREEDY, STEP, Manner, answering, seeing
 from compiler.driver.cache import StageCache, cache_key
 from compiler.driver.cards import Card, Question, read_cards
 from compiler.driver.provenance import CALIBRATION, compiler_digest
+from compiler.driver.questions import LOGITS, QUESTIONS_PER_CARD, RightAnswer, chosen_cards
 from compiler.driver.sections import image_spec, token_spec
 from compiler.driver.stages import StageClock
 from compiler.kernels.program import Module
@@ -23,11 +25,8 @@ from compiler.quant.record import CalibrationRecord, Recorder
 from compiler.simulator.lanes import Lane, LaneSimulator, hold_together
 
 RECORD: Final = "record"
-MAX_CARDS: Final = 20
-QUESTIONS_PER_CARD: Final = 3
 LANES_BYTES: Final = 32 * 1024 * 1024
 """Bytes that the caches of sessions side by side may take; one card goes alone if need be."""
-Item = TypeVar("Item")
 
 
 def record_cached(
@@ -75,9 +74,10 @@ def record_cards(
     cards: Sequence[Card],
     progress: Callable[[float], None] | None = None,
 ) -> CalibrationRecord | None:
-    """Answer questions about at most `MAX_CARDS` cards in f64, and return what was seen.
+    """Answer questions about some of the cards in f64, and return what was seen.
 
-    Cards are taken evenly over the set, questions evenly over each card's.
+    Which ones, `questions.chosen_cards` says. Beside what the model computes for its own answers,
+    the record says how probable it finds the right ones.
 
     Args:
         module: The lowered module.
@@ -97,34 +97,67 @@ def record_cards(
         return None
     recorder = Recorder(module)
     simulator, pipeline = LaneSimulator(module, recorder), _pipeline(module, spec)
-    chosen = _evenly(cards, MAX_CARDS)
+    chosen, answers = chosen_cards(cards), list[int]()
     sessions = 1 + QUESTIONS_PER_CARD
     at_once = max(1, LANES_BYTES // max(1, simulator.lane_bytes * sessions))
     for first in range(0, len(chosen), at_once):
-        _record_some(simulator, pipeline, list(enumerate(chosen))[first : first + at_once])
+        some = list(enumerate(chosen))[first : first + at_once]
+        answers += _record_some(simulator, recorder, pipeline, some)
         if progress is not None:
             progress(min(1.0, (first + at_once) / len(chosen)))
-    return recorder.finish()
+    has_logits = LOGITS in pipeline.programs[STEP].outputs
+    return replace(recorder.finish(), answers=tuple(answers) if has_logits else ())
 
 
 def _record_some(
-    simulator: LaneSimulator, pipeline: Pipeline, cards: Sequence[tuple[int, Card]]
-) -> None:
+    simulator: LaneSimulator,
+    recorder: Recorder,
+    pipeline: Pipeline,
+    cards: Sequence[tuple[int, tuple[Card, Sequence[Question]]]],
+) -> list[int]:
     """See some cards side by side, then answer their questions side by side.
 
     Lanes are numbered as if one session saw card after card and answered question after question.
+    Returns how probable the right answers are: those that were not given are said afterwards, with
+    the recorder paused.
     """
     assert pipeline.tokens is not None
     seen = [simulator.new_lane(at * (1 + QUESTIONS_PER_CARD)) for at, _ in cards]
-    hold_together(simulator, seen, [seeing(pipeline, card.image) for _, card in cards])
+    hold_together(simulator, seen, [seeing(pipeline, card.image) for _, (card, _) in cards])
+    asked: list[tuple[Lane, Question, RightAnswer]] = []
     lanes: list[Lane] = []
-    dialogues = []
-    for lane, (at, card) in zip(seen, cards, strict=True):
-        asked = _evenly(_rotated(card.questions, at), QUESTIONS_PER_CARD)
-        for turn, question in enumerate(asked, 1):
-            prompt = pipeline.tokens.prompt(question.prompt, question.words)
+    for lane, (_, (_, questions)) in zip(seen, cards, strict=True):
+        for turn, question in enumerate(questions, 1):
+            asked.append((lane, question, RightAnswer(pipeline.tokens, question)))
             lanes.append(lane.branch(lane.number + turn))
-            dialogues.append(answering(pipeline, prompt, lane.kv_length))
+    has_logits = LOGITS in pipeline.programs[STEP].outputs
+    watched = [Manner(choose=right.watch) if has_logits else GREEDY for _, _, right in asked]
+    _answer_all(simulator, pipeline, lanes, asked, watched)
+    open_ = [row for row in asked if has_logits and not row[2].is_known]
+    with recorder.paused():
+        fresh = [lane.branch(lane.number) for lane, _, _ in open_]
+        _answer_all(simulator, pipeline, fresh, open_, [right.forced() for _, _, right in open_])
+    return [right.score for _, _, right in asked]
+
+
+def _answer_all(
+    simulator: LaneSimulator,
+    pipeline: Pipeline,
+    lanes: Sequence[Lane],
+    asked: Sequence[tuple[Lane, Question, RightAnswer]],
+    manners: Sequence[Manner],
+) -> None:
+    """Answer questions side by side, each in its lane and manner."""
+    assert pipeline.tokens is not None
+    dialogues = [
+        answering(
+            pipeline,
+            pipeline.tokens.prompt(question.prompt, question.words),
+            seen.kv_length,
+            manner,
+        )
+        for (seen, question, _), manner in zip(asked, manners, strict=True)
+    ]
     hold_together(simulator, lanes, dialogues)
 
 
@@ -151,15 +184,3 @@ def _ports(module: Module, buffers: Mapping[str, int]) -> dict[str, Port]:
         role: Port(buffer.rows, buffer.cols, buffer.dtype, buffer.dynamic)
         for role, buffer in found.items()
     }
-
-
-def _rotated(questions: tuple[Question, ...], by: int) -> tuple[Question, ...]:
-    """Start each card at another question, so that all kinds are asked."""
-    start = by % max(1, len(questions))
-    return questions[start:] + questions[:start]
-
-
-def _evenly(items: Sequence[Item], most: int) -> list[Item]:
-    """Return at most `most` items, spread evenly."""
-    step = max(1, -(-len(items) // most))
-    return list(items[::step])[:most]

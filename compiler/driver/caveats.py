@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from compiler.contract.plan_format import KvKind
+from compiler.driver.gain import LEAST_RATIO
 from compiler.driver.options import CompileOptions
 from compiler.hardware.measured import UNMEASURED
 
@@ -42,6 +43,20 @@ def _without_base(report: Report, options: CompileOptions) -> str:
     return "no weight of the base bundle fits this model: the update will be a whole one"
 
 
+def _gain_unverified(report: Report, options: CompileOptions) -> str:
+    gain = report["gain"]
+    if not options.base_sections or gain["f32"] is not None:
+        return ""
+    return f"unverified whether the update survives quantisation: {gain['says']}"
+
+
+def _gain_short(report: Report, _: CompileOptions) -> str:
+    gain = report["gain"]
+    if gain["rule"] != "gain" or gain["kept_ratio"] >= LEAST_RATIO:
+        return ""
+    return f"the gain may be lost in part, too few questions to tell: {gain['says']}"
+
+
 def _slow_calls(report: Report, _: CompileOptions) -> str:
     calls = [call for part in report["explained"]["programs"].values() for call in part["calls"]]
     slow = sum(call["is_reference"] for call in calls)
@@ -59,6 +74,8 @@ _RULES: Final[tuple[Callable[[Report, CompileOptions], str], ...]] = (
     _unverified,
     _without_cache,
     _without_base,
+    _gain_unverified,
+    _gain_short,
     _slow_calls,
     _unmeasured,
 )

@@ -9,6 +9,8 @@ input gives the same manifest, byte for byte, whatever is kept.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +24,7 @@ from compiler.driver.cache import StageCache, cache_key, scratch_directory
 from compiler.driver.caveats import caveats_of
 from compiler.driver.explain.document import explain_document
 from compiler.driver.explain.picture import picture
+from compiler.driver.gain_stage import GainStage
 from compiler.driver.kernel_stage import (
     KernelBuild,
     find_kernels,
@@ -79,6 +82,7 @@ def compile_model(submission_dir: Path, options: CompileOptions) -> CompiledBund
 
     Raises:
         UserModelError: The submission is at fault (see its subclasses); do not retry.
+        GainLostError: What the version gained over its base is lost in quantisation.
         SelfTestError: Native code and simulator differ, or some expert cannot be reached.
         ToolchainError: The C compiler failed; another try may help.
         CompilerError: The options are wrong, or a pass made an invalid program.
@@ -91,6 +95,7 @@ def compile_model(submission_dir: Path, options: CompileOptions) -> CompiledBund
         portable = run.portable()
         plan = portable.plan
         c_source, kernels = run.kernels(plan)
+    gain = run.begin_gain(portable, kernels)
     selftest = run.selftest(portable, plan, kernels)
     policy = policy_section(target, run.cache, fixed=options.constant_time)
     made = {"kernels": kernels, "selftest": selftest.to_bytes(), POLICY: policy}
@@ -99,9 +104,11 @@ def compile_model(submission_dir: Path, options: CompileOptions) -> CompiledBund
     explained = explain_document(
         plan, target, selftest, run.times(sections), portable.facts[ORIGINS]
     )
+    gained = run.gain_facts(gain)
     bundle = run.bundle(portable, plan, sections, selftest, check, explained, c_source)
     run.cache.trim()
-    return bundle
+    report = {**bundle.report, **gained}
+    return replace(bundle, report={**report, "caveats": caveats_of(report, options)})
 
 
 class _Compilation:
@@ -224,6 +231,23 @@ class _Compilation:
         self.cache.put(VECTORS, key, {"selftest": selftest.to_bytes()})
         return selftest
 
+    def begin_gain(self, portable: Portable, kernels: bytes) -> GainStage:
+        """Begin to score the quantised plan, beside what comes next."""
+        return GainStage(
+            self.directory,
+            portable.sections,
+            portable.facts,
+            lambda: self._host_kernels(portable.plan, kernels),
+            self.cache,
+            self.options.selftest_timeout_s,
+        )
+
+    def gain_facts(self, gain: GainStage) -> dict[str, Json]:
+        """Return the scores and the verdict about the gain over the base; see `GainStage.facts`."""
+        waiting = self.clock.stage("selftest") if gain.is_pending else nullcontext()
+        with waiting:
+            return gain.facts(self.options.base_answers, has_base=bool(self.base))
+
     def _host_kernels(self, plan: Plan, kernels: bytes) -> bytes | None:
         """Return kernels that run here: the target's, or else this machine's, or None."""
         if runs_here(self.target):
@@ -302,7 +326,6 @@ class _Compilation:
             "provenance": self.provenance,
             **{name: fact for name, fact in portable.facts.items() if name != ORIGINS},
         }
-        report["caveats"] = caveats_of(report, self.options)
         return CompiledBundle(manifest, dict(sections), report, portable.ir_text, c_source)
 
     def _manifest(

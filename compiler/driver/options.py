@@ -16,6 +16,7 @@ from compiler.contract.plan_format import KvKind
 from compiler.contract.planes import Plane
 from compiler.contract.selftest import MIN_VECTORS
 from compiler.driver.cache import DEFAULT_LIMIT_BYTES
+from compiler.driver.gain import AnswerScores
 from compiler.errors import UsageError
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 
@@ -42,6 +43,8 @@ class CompileOptions:
             small.
         base_planes: Planes of those sections, as the older manifest gives them; checked against
             the base plan.
+        base_answers: Scores of that bundle, from the report of its build; what the new version
+            gains over it must survive quantisation (`compiler.driver.gain`).
         selftest_vectors: The fewest vectors of the self-test, at least 16.
         selftest_timeout_s: How long the native self-test may run.
         layout_workspace_bytes: The most bytes that the layout of a weight may need at run time
@@ -65,6 +68,7 @@ class CompileOptions:
     recheck: bool = False
     base_sections: Mapping[str, bytes] | None = None
     base_planes: Mapping[str, tuple[Plane, ...]] | None = None
+    base_answers: AnswerScores | None = None
     selftest_vectors: int = MIN_VECTORS
     selftest_timeout_s: float = 120.0
     layout_workspace_bytes: int = WORKSPACE_BUDGET_BYTES

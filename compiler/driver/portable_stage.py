@@ -25,9 +25,11 @@ from compiler.driver.base_grids import base_weights, base_widths, kept_codes
 from compiler.driver.cache import StageCache, cache_key
 from compiler.driver.calibrate import record_cached
 from compiler.driver.explain.sources import call_summaries, named_rows, named_zeros, origin_facts
+from compiler.driver.gain import ANSWERS, AnswerScores
 from compiler.driver.lowering import Lowered, lower_submission
 from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
+from compiler.driver.questions import questions_sha256
 from compiler.driver.records import UnkeepableError, from_parts, to_parts
 from compiler.driver.removal_stage import NOTHING_REMOVED, Removed, choose_cached
 from compiler.driver.routing import Learned, learn_routing
@@ -104,15 +106,24 @@ def make_portable(
         learned = learn_routing(lowered.module, record, base_widths(lowered.module, base[0]))
         begin_kernels(schedule_module(learned.module, record).module.ops)
         packed = pack_module(learned.module, base=old, record=record, pack=packing.pack)
-        weight_facts = _weight_report(lowered.module, packed, old, record) | removed.report()
+        facts = _weight_report(lowered.module, packed, old, record, calibration) | removed.report()
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     with clock.stage("plan"):
         known = None if is_constant_time else record  # neither entropy nor memory may be told
         banded = band_module(directory, spec, learned.module, packed.packed, known, cache)
         made, parts, plan_facts = _planned(spec, banded, packed, record, is_constant_time, clock)
         parts, routing = _with_routing(directory, parts, learned, known, cache, clock, base[0])
-    facts = plan_facts | weight_facts | routing | _pass_facts(lowered, banded)
+    facts |= plan_facts | routing | _pass_facts(lowered, banded)
     return Portable(parts, made.planes, lowered.ir_text, facts, made.plan)
+
+
+def _answer_facts(
+    record: CalibrationRecord | None, calibration: Mapping[str, str]
+) -> dict[str, Json]:
+    """Return how probable the unquantised model finds right answers, for the gate of a release."""
+    if record is None or not record.answers:
+        return {ANSWERS: None}
+    return {ANSWERS: AnswerScores(questions_sha256(calibration), record.answers).to_json()}
 
 
 def _possible(lowered: Lowered, is_constant_time: bool) -> Module:
@@ -196,12 +207,14 @@ def _weight_report(
     packed: PackedModule,
     old: Mapping[int, PackedW4],
     record: CalibrationRecord | None,
+    calibration: Mapping[str, str],
 ) -> dict[str, Json]:
     return {
         "sqnr_db": sqnr_rows(module, packed.packed),
         "calibration": calibration_rows(module, packed.errors),
         "base": _base_facts(packed, old),
         **activity_facts(module, record),
+        **_answer_facts(record, calibration),
     }
 
 

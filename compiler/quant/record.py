@@ -9,7 +9,8 @@ Weights that read the same buffers (query, key and value; a stack's gate and up)
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -98,12 +99,15 @@ class CalibrationRecord:
         samples: Input samples by number; one without rows was never reached.
         routers: One per expert layer, by layer.
         live: What runs of checkable calls left alive, by weight and rows.
+        answers: How probable the right answers were, millionths of a nat, in the order in which
+            they were asked for; empty if the model gives no logits.
     """
 
     source_of: Mapping[int, int]
     samples: tuple[InputSample, ...]
     routers: tuple[RouterSample, ...]
     live: tuple[LiveGroups, ...] = ()
+    answers: tuple[int, ...] = ()
 
     def sample(self, weight: int) -> InputSample | None:
         """Return what a weight was multiplied with, or None if nothing is known."""
@@ -115,7 +119,8 @@ class CalibrationRecord:
     def to_bytes(self) -> bytes:
         """Return the record as one archive; `from_bytes` reads it."""
         arrays: dict[str, Array] = {
-            "source_of": np.array(sorted(self.source_of.items()), np.int64).reshape(-1, 2)
+            "source_of": np.array(sorted(self.source_of.items()), np.int64).reshape(-1, 2),
+            "answers": np.array(self.answers, np.int64),
         }
         for at, sample in enumerate(self.samples):
             for name in _SAMPLE_FIELDS:
@@ -146,6 +151,7 @@ class CalibrationRecord:
                 samples=tuple(_sample(fields) for fields in _numbered(arrays, "sample")),
                 routers=tuple(_router(fields) for fields in _numbered(arrays, "router")),
                 live=tuple(_live(fields) for fields in _numbered(arrays, "live")),
+                answers=tuple(int(score) for score in arrays["answers"]),
             )
         except (OSError, *UNREADABLE) as error:
             raise QuantError(f"not a calibration record: {error}") from error
@@ -297,9 +303,12 @@ class Recorder:
         self._live = LiveCounter(module)
         self._multiplied: tuple[int, Array] | None = None
         self._run = 0
+        self._is_paused = False
 
     def product(self, weight: int, x: Array) -> None:
         """Note the real-valued rows (R, K) that W4 weight number `weight` is multiplied with."""
+        if self._is_paused:
+            return
         self._multiplied = weight, x
         number = self._source_of.get(weight)
         if number is not None and self._first[number] == weight:
@@ -314,6 +323,8 @@ class Recorder:
         runs: Array | None = None,
     ) -> None:
         """Note a finished call; its product, if it is one, was noted just before."""
+        if self._is_paused:
+            return
         if self._multiplied is not None and self._multiplied[0] in call.weights[:1]:
             self._live.add(call, self._multiplied[1], runs)
         self._multiplied = None
@@ -332,7 +343,16 @@ class Recorder:
 
     def ran(self) -> None:
         """Note the end of a program's run."""
-        self._run += 1
+        self._run += not self._is_paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Note nothing meanwhile."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def finish(self) -> CalibrationRecord:
         """Return what was seen."""

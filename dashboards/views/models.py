@@ -12,7 +12,7 @@ from django.views.decorators.http import require_POST, require_safe
 from builds.common.auth import Actor
 from builds.common.roles import Permission
 from builds.models import ModelVersion
-from builds.selectors.pages import MatrixCell, MatrixRow, deltas_of, model_matrices
+from builds.selectors.pages import MatrixCell, MatrixRow, deltas_of, gain_of, model_matrices
 from builds.selectors.pages import version_detail as find_version
 from builds.services.versions import model_confidential_set
 from dashboards.pages import page, show
@@ -75,6 +75,7 @@ def _detail(request: HttpRequest, actor: Actor, model: str, version: str) -> Htt
             for cell in row.cells
         ],
         "deltas": deltas_of(version_id=found.pk),
+        "gain": gain_of(version_id=found.pk),
         "total_bytes": sum(int(item.get("size_bytes", 0)) for item in found.files),
     }
     return show(

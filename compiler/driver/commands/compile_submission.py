@@ -8,7 +8,7 @@ from typing import Final
 from compiler.contract.canonical import Json
 from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
 from compiler.contract.plan_format import KvKind
-from compiler.driver.bundle_files import read_bundle, write_bundle
+from compiler.driver.bundle_files import REPORT, read_bundle, read_report, write_bundle
 from compiler.driver.cache import DEFAULT_LIMIT_BYTES, StageCache
 from compiler.driver.commands.base import (
     Answer,
@@ -20,6 +20,8 @@ from compiler.driver.commands.base import (
     table,
 )
 from compiler.driver.compile import compile_model
+from compiler.driver.gain import AnswerScores
+from compiler.driver.gain_stage import scores_in
 from compiler.driver.limit_options import add_limit_options, limits_of
 from compiler.driver.options import CompiledBundle, CompileOptions
 from compiler.errors import UsageError
@@ -121,11 +123,19 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
             base_planes={item.component: item.planes for item in base[0].sections}
             if base
             else None,
+            base_answers=_base_answers(options.base),
             progress=console.progress,
         ),
     )
     write_bundle(bundle, options.out)
     return _answer(bundle, options.out)
+
+
+def _base_answers(base: Path | None) -> AnswerScores | None:
+    """Return the scores in the base's report; None without a report, and the gain is not judged."""
+    if base is None or not (base / REPORT).exists():
+        return None
+    return scores_in(read_report(base))
 
 
 def _answer(bundle: CompiledBundle, out: Path) -> Answer:
@@ -140,6 +150,7 @@ def _answer(bundle: CompiledBundle, out: Path) -> Answer:
         "verified_on": manifest.verified_on,
         "stages": bundle.report["stages"],
         "caveats": bundle.report["caveats"],
+        "gain": bundle.report["gain"],
         "out": str(out),
     }
     lines = [
@@ -147,6 +158,7 @@ def _answer(bundle: CompiledBundle, out: Path) -> Answer:
         f"{len(manifest.sections)} sections, {manifest.total_bytes} bytes, "
         f"verified on {manifest.verified_on}",
         f"manifest sha256 {manifest.sha256}",
+        f"gain: {bundle.report['gain']['says']}",
         *(f"caveat: {text}" for text in bundle.report["caveats"]),
         f"next: python -m compiler explain {quote(str(out))}",
     ]

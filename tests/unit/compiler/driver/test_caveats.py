@@ -5,7 +5,9 @@ from compiler.driver.caveats import caveats_of
 from compiler.driver.options import CompileOptions
 
 OPTIONS = {"target": "x86-64-v3", "model": "m", "version": "1"}
+COMPARED = {"rule": "gain", "f32": 0.2, "kept_ratio": 0.97, "says": "97 %"}
 PLAIN = {
+    "gain": COMPARED,
     "verified_on": "host",
     "memory": {"kv_kind": None},
     "base": None,
@@ -47,3 +49,17 @@ def test_it_says_what_nobody_ran_first() -> None:
     assert "guesses" in guesses
     fixed = {**report, "policy": {"fixed": True, "measured_on": "unmeasured"}}
     assert len(caveats(fixed)) == 2
+
+
+def test_it_says_whether_the_gain_was_compared_and_kept() -> None:
+    base = {"base_sections": {"plan": b""}}
+    known = {**PLAIN, "base": {"weights_paired": 1}}
+    assert caveats({**known, "gain": {"rule": "no_gain", "f32": 0.0, "says": ""}}, **base) == []
+    unknown = {"rule": "no_scores", "f32": None, "says": "there are no scores"}
+    assert caveats({**known, "gain": unknown}, **base) == [
+        "unverified whether the update survives quantisation: there are no scores"
+    ]
+    assert caveats({**PLAIN, "gain": unknown}) == []
+    assert caveats({**known, "gain": {**COMPARED, "kept_ratio": 0.85}}, **base) == [
+        "the gain may be lost in part, too few questions to tell: 97 %"
+    ]
