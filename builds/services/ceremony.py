@@ -147,9 +147,9 @@ def _image_publish(
             "the published targets are not signed by the keys that the root names",
             hint="a change of keys for targets needs new targets in the same ceremony",
         )
-    signed = publisher_advance(image, ring, now)
-    if not HEADS & set(signed):
-        _heads_again(image, root, ring, now)
+    signed = set(publisher_advance(image, ring, now))
+    if not HEADS & signed:
+        signed |= _heads_again(image, root, ring, now)
     lines.append(f"signed again: {len(signed)} files")
     waiting = MetadataDraft.objects.filter(repository=image).exclude(role=TARGETS).count()
     if waiting:
@@ -181,12 +181,14 @@ def _targets_put(
     return f"image targets {version} are published"
 
 
-def _heads_again(image: Repository, root: Root, ring: KeyRing, now: datetime) -> None:
-    """Sign snapshot and timestamp for a new root, once every bin exists."""
+def _heads_again(image: Repository, root: Root, ring: KeyRing, now: datetime) -> frozenset[str]:
+    """Sign snapshot and timestamp for a new root, once every bin exists; return what was signed."""
     newest = Metadata[Targets].from_bytes(bytes(head(image, TARGETS).data))
     bins = frozenset(succinct_roles(newest).get_roles())
-    if bins <= head_versions(image).keys():
-        heads_publish(image, root, ring, now, bins=bins)
+    if not bins <= head_versions(image).keys():
+        return frozenset()
+    heads_publish(image, root, ring, now, bins=bins)
+    return HEADS
 
 
 def _delegation(targets: Metadata[Targets]) -> tuple[frozenset[str], int]:

@@ -42,8 +42,8 @@ class Command(DatabaseCommand):
 
 
 def _keys() -> Iterator[str]:
-    mine = ring_here().keyids()
+    mine = ring_here().publics()
     for role, document in documents_current().items():
         yield from describe(role, document, None)
     yield "keys of this machine:" if mine else "this machine holds no keys"
-    yield from (f"    {keyid}" for keyid in sorted(mine))
+    yield from (f"    {one.key.keyid} {one.repository} {one.role}" for one in mine)
