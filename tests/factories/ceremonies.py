@@ -10,15 +10,17 @@ from django.conf import settings
 from django.core.management import call_command
 from tuf.ngclient import Updater
 
-from builds.keys import IMAGE, read_public
-from builds.models import Bundle
+from builds.keys import DIRECTOR, IMAGE, read_public
+from builds.models import Bundle, MetadataFile
 from builds.services.ceremony import documents_current
 from builds.services.publishing import bundle_path
-from builds.services.signing import trust_anchors
+from builds.services.signing import assignment_sign, trust_anchors
+from compiler.contract.protocol import OfferKind
 from device_agent.clock import SystemClock
 from device_agent.config import AgentConfig
 from device_agent.http import HttpClient
 from device_agent.storage.disk import Disk
+from device_agent.update.director import Expected, verify_assignment
 from device_agent.update.image_repository import (
     MAX_METADATA_BYTES,
     ImageRepository,
@@ -26,6 +28,7 @@ from device_agent.update.image_repository import (
 )
 from device_agent.update.verify import DIRECTOR_ROOT, IMAGE_ROOT, TrustFolder
 
+NONCE = "0f" * 16
 _numbers = itertools.count(1)
 
 
@@ -136,3 +139,29 @@ class WatchingDevice:
     def director_root(self) -> bytes:
         """Return the pinned director root."""
         return self.trust.root(DIRECTOR_ROOT)
+
+
+def assigned(bundle: Bundle, seq: int) -> bytes:
+    """Return an assignment of a bundle to the device that `directed` plays."""
+    return assignment_sign(
+        device_id="ab" * 16,
+        key_thumbprint="cd" * 32,
+        assignment_seq=seq,
+        nonce=NONCE,
+        kind=OfferKind.INSTALL,
+        bundle=bundle,
+        delta=None,
+        security_floor=0,
+    )
+
+
+def directed(pinned: bytes, data: bytes) -> int:
+    """Verify an assignment as a device with this pinned root; return the newest root's version."""
+
+    def newer(version: int) -> bytes | None:
+        rows = MetadataFile.objects.filter(repository__name=DIRECTOR, name=f"{version}.root.json")
+        row = rows.first()
+        return None if row is None else bytes(row.data)
+
+    expected = Expected("ab" * 16, "cd" * 32, NONCE, datetime.now(UTC))
+    return verify_assignment(data, pinned, newer, expected).root_version

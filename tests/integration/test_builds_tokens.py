@@ -23,13 +23,14 @@ from builds.services.signing import release_publish, repositories_init
 from tests.factories.builds import make_bundle
 from tests.factories.ceremonies import (
     WatchingDevice,
+    assigned,
     bin_keyids,
+    directed,
     hold,
     holders,
     keyids_of,
     stock_client,
 )
-from tests.integration.test_signing_ceremonies import assigned, directed
 
 LIBRARIES = [
     *Path("/usr/lib").glob("*/softhsm/libsofthsm2.so"),

@@ -26,21 +26,20 @@ from builds.models import AuditEvent, Bundle, MetadataDraft, MetadataFile
 from builds.services import signing
 from builds.services.publishing import bundle_path
 from builds.services.signing import (
-    assignment_sign,
     keys_generate,
     metadata_refresh,
     release_publish,
     repositories_init,
 )
-from compiler.contract.protocol import OfferKind
 from device_agent.errors import ExpiredError, ReplayError, SignatureRefusedError, TrustError
-from device_agent.update.director import Expected, verify_assignment
 from device_agent.update.verify import IMAGE_ROOT
 from tests.conftest import FakeClock
 from tests.factories.builds import make_bundle
 from tests.factories.ceremonies import (
     WatchingDevice,
+    assigned,
     bin_keyids,
+    directed,
     hold,
     holders,
     keyid,
@@ -54,7 +53,6 @@ from tests.factories.ceremonies import (
 )
 
 pytestmark = pytest.mark.django_db(transaction=True)
-NONCE = "0f" * 16
 
 
 @dataclass
@@ -253,31 +251,6 @@ def fast_forward() -> None:
     [key] = keyids_of(IMAGE, "root", "timestamp")
     data = signed_bytes(timestamp, ring.signers(IMAGE, [key]))
     MetadataFile.objects.filter(pk=stamp.pk).update(data=data)
-
-
-def assigned(bundle: Bundle, seq: int) -> bytes:
-    return assignment_sign(
-        device_id="ab" * 16,
-        key_thumbprint="cd" * 32,
-        assignment_seq=seq,
-        nonce=NONCE,
-        kind=OfferKind.INSTALL,
-        bundle=bundle,
-        delta=None,
-        security_floor=0,
-    )
-
-
-def directed(pinned: bytes, data: bytes) -> int:
-    """Verify an assignment as a device with this pinned root; return the newest root's version."""
-
-    def newer(version: int) -> bytes | None:
-        rows = MetadataFile.objects.filter(repository__name=DIRECTOR, name=f"{version}.root.json")
-        row = rows.first()
-        return None if row is None else bytes(row.data)
-
-    expected = Expected("ab" * 16, "cd" * 32, NONCE, datetime.now(UTC))
-    return verify_assignment(data, pinned, newer, expected).root_version
 
 
 def test_it_replaces_the_keys_of_the_director(bundle: Bundle, tmp_path: Path) -> None:
