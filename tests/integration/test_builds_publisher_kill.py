@@ -1,4 +1,4 @@
-"""A publisher that is killed while it holds the lock: devices see what was, the next one goes on."""
+"""A publisher killed while it holds the lock: devices see what was, and the next one goes on."""
 
 import subprocess
 from pathlib import Path
