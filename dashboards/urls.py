@@ -25,6 +25,11 @@ urlpatterns = [
     path("models", models.model_list, name="model-list"),
     path("models/<str:model>/confidential", models.confidential, name="model-confidential"),
     path("models/<str:model>/versions/<str:version>", models.version_detail, name="version-detail"),
+    path(
+        "models/<str:model>/versions/<str:version>/approve",
+        models.version_approve,
+        name="version-approve",
+    ),
     path("builds", builds.build_list, name="build-list"),
     path("builds/<int:build_id>", builds.build_detail, name="build-detail"),
     path("builds/<int:build_id>/report.json", builds.build_report, name="build-report"),

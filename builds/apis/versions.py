@@ -7,6 +7,7 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from ninja import Header, Query, Router, Status
 
 from builds.apis.schemas import (
+    BundleOut,
     ModelChange,
     ModelIn,
     ModelOut,
@@ -20,9 +21,10 @@ from builds.common.errors import NotFoundError
 from builds.common.idempotency import answer_once
 from builds.common.paging import DEFAULT_LIMIT, Page, page_of
 from builds.common.roles import Permission
-from builds.models import Model, ModelVersion
+from builds.models import Bundle, Model, ModelVersion
 from builds.pipeline import FileRef, Submission
-from builds.selectors.catalogue import model_list, version_get, version_list
+from builds.selectors.catalogue import bundle_get, model_list, version_get, version_list
+from builds.services.approvals import version_approve
 from builds.services.versions import model_confidential_set, model_create, version_submit
 
 router = Router()
@@ -100,3 +102,15 @@ def one_version_get(request: HttpRequest, model: str, version: str) -> ModelVers
     """Return one version, with its builds and, if it is invalid, why."""
     require(request_actor(request), Permission.VIEW)
     return version_get(model, version)
+
+
+@router.post(
+    "/models/{model}/versions/{version}/approve",
+    response=list[BundleOut],
+    operation_id="version_approve",
+)
+def version_approve_post(request: HttpRequest, model: str, version: str) -> list[Bundle]:
+    """Approve every built bundle of a version that nobody approved yet; return those approved."""
+    found = version_get(model, version)
+    approved = version_approve(actor=request_actor(request), version=found)
+    return [bundle_get(bundle.manifest_sha256) for bundle in approved]

@@ -19,7 +19,7 @@ from builds.common.clock import Clock, SystemClock
 from builds.common.errors import ForbiddenError
 from builds.common.roles import Permission
 from builds.keys import IMAGE, INDEX_NAME, KeyRing
-from builds.models import Bundle
+from builds.models import Bundle, ModelVersion
 from builds.services.metadata_files import repository_locked
 from builds.services.publishing import publisher_advance
 from builds.services.signing import key_ring
@@ -67,6 +67,14 @@ def release_approve(
             manifest_sha256=bundle.manifest_sha256,
         )
     return list(Bundle.objects.filter(pk__in=ids).order_by("pk"))
+
+
+def version_approve(
+    *, actor: Actor, version: ModelVersion, clock: Clock | None = None
+) -> list[Bundle]:
+    """Approve every built bundle of a version that nobody approved yet; see `release_approve`."""
+    bundles = Bundle.objects.filter(version=version, approved_at=None, published_at=None)
+    return release_approve(actor=actor, bundles=bundles.defer("manifest"), clock=clock)
 
 
 @transaction.atomic

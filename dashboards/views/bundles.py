@@ -1,5 +1,6 @@
 """One bundle, its approval, and the manifest that is signed for it, byte for byte."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from django.contrib import messages
@@ -9,6 +10,7 @@ from django.views.decorators.http import require_POST, require_safe
 
 from builds.common.auth import Actor
 from builds.common.roles import Permission
+from builds.models import Bundle
 from builds.selectors.pages import SectionRow
 from builds.selectors.pages import bundle_detail as find_bundle
 from builds.services.approvals import release_approve
@@ -36,14 +38,19 @@ def _detail(request: HttpRequest, actor: Actor, manifest_sha256: str) -> HttpRes
 
 def _approve(request: HttpRequest, actor: Actor, manifest_sha256: str) -> HttpResponseBase:
     bundle = find_bundle(manifest_sha256=manifest_sha256).bundle
-    for row in release_approve(actor=actor, bundles=[bundle]):
-        messages.success(
-            request,
-            "Approved, signed and published."
-            if row.published_at
-            else "Approved: it is published as soon as the machine with the other key has signed.",
-        )
+    messages.success(request, approved_text(release_approve(actor=actor, bundles=[bundle])))
     return redirect("bundle-detail", manifest_sha256=manifest_sha256)
+
+
+def approved_text(bundles: Sequence[Bundle]) -> str:
+    """Return what a person reads after approving."""
+    waiting = sum(1 for bundle in bundles if bundle.published_at is None)
+    if waiting:
+        return (
+            f"Approved: {waiting} of {len(bundles)} published as soon as the machine with the other"
+            " key has signed."
+        )
+    return "Approved, signed and published."
 
 
 def _is_expert(row: SectionRow) -> bool:

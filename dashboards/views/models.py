@@ -14,9 +14,11 @@ from builds.common.roles import Permission
 from builds.models import ModelVersion
 from builds.selectors.pages import MatrixCell, MatrixRow, deltas_of, gain_of, model_matrices
 from builds.selectors.pages import version_detail as find_version
+from builds.services.approvals import version_approve as approve
 from builds.services.versions import model_confidential_set
 from dashboards.pages import page, show
 from dashboards.quality import Claim, claim_of
+from dashboards.views.bundles import approved_text
 from fleet.selectors.pages import Measured, measured_by_manifest
 from fleet.selectors.rollout_lists import (
     SENT_BACK,
@@ -74,6 +76,11 @@ def _detail(request: HttpRequest, actor: Actor, model: str, version: str) -> Htt
             (cell, measured.get(cell.bundle.manifest_sha256) if cell.bundle else None)
             for cell in row.cells
         ],
+        "unapproved": sum(
+            1
+            for cell in row.cells
+            if cell.bundle and not cell.bundle.approved_at and not cell.bundle.published_at
+        ),
         "deltas": deltas_of(version_id=found.pk),
         "gain": gain_of(version_id=found.pk),
         "total_bytes": sum(int(item.get("size_bytes", 0)) for item in found.files),
@@ -81,6 +88,13 @@ def _detail(request: HttpRequest, actor: Actor, model: str, version: str) -> Htt
     return show(
         request, actor, "version_detail", context, fragment="_version_live", final=row.is_final
     )
+
+
+def _approve(request: HttpRequest, actor: Actor, model: str, version: str) -> HttpResponseBase:
+    found, _ = find_version(model=model, version=version)
+    rows = approve(actor=actor, version=found)
+    messages.success(request, approved_text(rows))
+    return redirect("version-detail", model=model, version=version)
 
 
 def _digests(rows: Iterable[MatrixRow]) -> list[str]:
@@ -103,3 +117,4 @@ def _line(
 model_list = require_safe(page(_list))
 confidential = require_POST(page(_confidential, needs=Permission.MODEL_EDIT))
 version_detail = require_safe(page(_detail))
+version_approve = require_POST(page(_approve, needs=Permission.RELEASE_APPROVE))

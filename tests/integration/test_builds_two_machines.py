@@ -306,6 +306,21 @@ def test_the_button_the_api_and_the_command_approve(
     assert "Approved, signed and published." in answer.content.decode()
     body = client.post(f"/api/v1/bundles/{by_api.manifest_sha256}/approve").json()
     assert body["published_at"] is not None
+    version = make_version()
+    several = [
+        make_bundle(version, make_target(name), published=False)
+        for name in ("x86-64-v1", "x86-64-v2", "x86-64-v3")
+    ]
+    address = f"models/{version.model.name}/versions/{version.version}"
+    assert "Approve 3 bundles" in client.get(f"/{address}").content.decode()
+    body = client.post(f"/api/v1/{address}/approve").json()
+    assert {row["manifest_sha256"] for row in body} == {row.manifest_sha256 for row in several}
+    by_page = make_bundle(version, make_target("aarch64"), published=False)
+    answer = client.post(f"/{address}/approve", follow=True)
+    assert "Approved, signed and published." in answer.content.decode()
+    by_page.refresh_from_db()
+    assert by_page.published_at is not None
+    assert client.post(f"/api/v1/{address}/approve").json() == []
     call_command("release_approve", by_command.version.model.name, "1.0.0", yes=True)
     assert f"{by_command.manifest_sha256[:16]} published" in capsys.readouterr().out
     assert Bundle.objects.filter(published_at=None).count() == 0

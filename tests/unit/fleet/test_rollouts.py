@@ -134,6 +134,22 @@ def test_it_compiles_what_is_missing_and_then_starts_by_itself(fleet):
     assert rollout.state == R.RUNNING
 
 
+def test_it_waits_until_every_bundle_is_published(fleet):
+    version = make_version(fleet.model)
+    fleet.version = version
+    bundles = [make_bundle(version, make_target(name), published=False) for name in fleet.bundles]
+    rollout = fleet.rollout(percents=(50,), start=False)
+    act("start", rollout, fleet)
+    for bundle in bundles:
+        assert rollout.state == R.COMPILING
+        assert rollout.updates.count() == 0
+        bundle.published_at = fleet.clock.now()
+        bundle.save()
+        fleet_tick(clock=fleet.clock)
+        rollout.refresh_from_db()
+    assert rollout.state == R.RUNNING
+
+
 def test_it_fails_when_a_build_fails(fleet):
     version = make_version(fleet.model)
     fleet.version = version
