@@ -11,6 +11,7 @@ objects: an object whose name was lost with the power is simply fetched again.
 import hashlib
 import mmap
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -51,11 +52,12 @@ class ObjectStore:
         return self._objects / _name(sha256)
 
     def has(self, sha256: str, size_bytes: int) -> bool:
-        """Return whether an object of this name and size is there."""
+        """Return whether an object of this name and size is there, in a file of its own."""
         try:
-            return self.path(sha256).stat().st_size == size_bytes
+            found = self.path(sha256).lstat()
         except OSError:
             return False
+        return stat.S_ISREG(found.st_mode) and found.st_size == size_bytes
 
     def partial_bytes(self, sha256: str) -> int:
         """Return how much of an object that is being written is there."""
