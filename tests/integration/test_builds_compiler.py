@@ -11,11 +11,19 @@ from onnx import TensorProto, helper
 
 from builds.compile_runner.checks import check_run_one
 from builds.compile_runner.run import build_run_one
-from builds.models import BuildJob, Bundle, ModelVersion
+from builds.models import BuildJob, Bundle, Model, ModelVersion
+from builds.selectors.pages import gain_of
 from builds.services.signing import keys_generate, repositories_init
 from builds.services.version_checks import check_create
 from builds.states import VersionState
+from compiler.driver.cache import StageCache
+from compiler.driver.removal_trials import RemovalTrials
+from compiler.frontend import import_pipeline
+from compiler.passes.pipeline import raise_pipeline
+from compiler.quant.module import pack_weight
 from tests.factories.builds import make_files, make_job, make_model, make_target, make_version
+from tests.factories.bundles import STORE
+from tests.factories.weak_models import cards_of, write_cards, write_weak
 
 pytestmark = pytest.mark.django_db
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,3 +186,37 @@ def test_it_names_an_output_that_the_model_does_not_have() -> None:
     job = build(REAL.read_bytes(), pipeline("x", "absent"))
     assert job.error_code == "build.user.malformed_model"
     assert "absent" in job.error_message
+
+
+def card_version(model: Model, folder: Path) -> BuildJob:
+    """Build one more version of the same submission with questions."""
+    version = make_version(model, state=VersionState.SUBMITTED)
+    contents = {path.name.replace(".", "__"): path.read_bytes() for path in folder.iterdir()}
+    version.files = [row for row in make_files(**contents) if (folder / str(row["name"])).exists()]
+    version.save()
+    job = make_job(version, make_target("x86-64-v1"))
+    build_run_one(job.pk)
+    job.refresh_from_db()
+    version.refresh_from_db()
+    return job
+
+
+def test_it_compares_a_version_with_the_scores_of_its_base(tmp_path: Path) -> None:
+    folder = write_weak(tmp_path / "weak")
+    raised = raise_pipeline(import_pipeline(folder))
+    write_cards(folder, cards_of(RemovalTrials.of(raised, pack_weight, StageCache(STORE)), 4))
+    model = make_model("cards")
+    first = card_version(model, folder)
+    assert (first.state, first.report["gain"]["rule"]) == ("ready", "no_base")
+    second = card_version(model, folder)
+    assert (second.state, second.report["gain"]["rule"]) == ("ready", "no_gain")
+    assert gain_of(version_id=second.version_id) == second.report["gain"]["says"]
+    answers = second.report["answers"]
+    lower = [max(-30_000_000, score - 500_000 - at) for at, score in enumerate(answers["f32"])]
+    second.report = {**second.report, "answers": {**answers, "f32": lower}}
+    second.save()
+    third = card_version(model, folder)
+    assert (third.state, third.error_code) == ("failed_user", "build.user.gain_lost")
+    assert "nats in f32" in third.error_message
+    assert "90% are needed" in third.error_message
+    assert third.version.state == VersionState.INVALID
