@@ -16,12 +16,32 @@ Here is what needs the standard library only: strict parsing and writing. Payloa
 """
 
 import hashlib
+import io
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from compiler.contract.delta_errors import (
+    DeltaBaseError,
+    DeltaDirectionError,
+    DeltaError,
+    DeltaFormatError,
+    DeltaLimitError,
+    DeltaResultError,
+    DeltaTruncatedError,
+    DeltaVersionError,
+)
+from compiler.contract.delta_table import (
+    PLAIN_VERSION,
+    parse_table,
+    require_counts,
+    require_limit,
+    table_bytes,
+    unpack_table,
+)
 from compiler.contract.delta_types import (
+    AFTER_MODES,
     HASH_BYTES,
     MAX_CHUNK_BYTES,
     MAX_DELTA_BYTES,
@@ -31,36 +51,28 @@ from compiler.contract.delta_types import (
     MAX_PIECE_SOURCE_BYTES,
     MAX_PLANES,
     MAX_RECORDS,
+    MAX_REPLAY_BYTES,
+    MAX_REPLAY_PAYLOAD_BYTES,
     MAX_SECTIONS,
     MAX_TABLE_BYTES,
     MODES,
+    NEWER_MODES,
     NO_SHA256,
+    PIECES,
     RECORD_BYTES,
     RECORD_LAYOUT,
     STREAM_KINDS,
-    DeltaBaseError,
-    DeltaDirectionError,
-    DeltaError,
-    DeltaFormatError,
+    STREAMS,
+    WORD_MODES,
     DeltaHeader,
-    DeltaLimitError,
     DeltaRecord,
-    DeltaResultError,
     DeltaSection,
-    DeltaTruncatedError,
-    DeltaVersionError,
     Mode,
     RecordKind,
 )
-from compiler.contract.errors import ContractError
-from compiler.contract.planes import (
-    MAX_SECTION_BYTES,
-    PLANE_KINDS,
-    Plane,
-    require_component,
-)
 
 __all__ = [
+    "AFTER_MODES",
     "HASH_BYTES",
     "MAX_CHUNK_BYTES",
     "MAX_DELTA_BYTES",
@@ -70,12 +82,18 @@ __all__ = [
     "MAX_PIECE_SOURCE_BYTES",
     "MAX_PLANES",
     "MAX_RECORDS",
+    "MAX_REPLAY_BYTES",
+    "MAX_REPLAY_PAYLOAD_BYTES",
     "MAX_SECTIONS",
     "MAX_TABLE_BYTES",
     "MODES",
+    "NEWER_MODES",
     "NO_SHA256",
+    "PIECES",
     "RECORD_BYTES",
+    "STREAMS",
     "STREAM_KINDS",
+    "WORD_MODES",
     "DeltaBaseError",
     "DeltaDirectionError",
     "DeltaError",
@@ -97,18 +115,18 @@ __all__ = [
 ]
 
 MAGIC: Final = b"SFD1"
-VERSION: Final = 1
+VERSION: Final = 3
 FLAG_REVERSIBLE: Final = 1
 
 Read = Callable[[int], bytes]
 
 _FIXED: Final = struct.Struct("<4sHHQIIIII")
-_PLANE: Final = struct.Struct("<BQ")
-_COUNT: Final = struct.Struct("<I")
-_SECTION: Final = struct.Struct("<QQI")
-_SHA256_BYTES: Final = 32
-_SHORTEST_SECTION: Final = 1 + len("plan") + 2 * _SHA256_BYTES + _SECTION.size
-_SHORTEST_LAYOUT: Final = _COUNT.size + _PLANE.size
+_LAYOUTS_A_SECTION: Final = {PLAIN_VERSION: 1, VERSION: 2}
+_LENGTHS: Final = {
+    RecordKind.PIECE: MAX_PIECE_BYTES,
+    RecordKind.PIECE_BACK: MAX_PIECE_BYTES,
+    RecordKind.REPLAY: MAX_REPLAY_BYTES,
+}
 
 
 def chunk_hash(data: bytes | bytearray | memoryview) -> bytes:
@@ -117,7 +135,12 @@ def chunk_hash(data: bytes | bytearray | memoryview) -> bytes:
 
 
 def header_bytes(
-    sections: Sequence[DeltaSection], *, reversible: bool, record_count: int, records_length: int
+    sections: Sequence[DeltaSection],
+    *,
+    reversible: bool,
+    record_count: int,
+    records_length: int,
+    newer_modes: bool = False,
 ) -> bytes:
     """Return the header of a file whose records take `records_length` bytes.
 
@@ -126,30 +149,29 @@ def header_bytes(
         reversible: Whether every section coded whole has pieces for both directions.
         record_count: Number of records.
         records_length: Bytes of all records with their payloads.
+        newer_modes: Whether a record has one of `NEWER_MODES`. The file says the lowest version
+            that has all it uses, so that older readers read what they can.
 
     Raises:
         DeltaError: What was written would be refused by `parse_header`.
     """
-    layouts = tuple(dict.fromkeys(section.planes for section in sections if section.planes))
-    numbers = {planes: number for number, planes in enumerate(layouts, start=1)}
-    table = b"".join(_layout_bytes(planes) for planes in layouts)
-    table += b"".join(
-        _section_bytes(section, numbers.get(section.planes, 0)) for section in sections
-    )
+    is_plain = not newer_modes and all(section.is_plain for section in sections)
+    version = PLAIN_VERSION if is_plain else VERSION
+    table, layouts = table_bytes(sections, version)
     packed = zlib.compress(table, 9)
     stored = packed if len(packed) < len(table) else table
     fixed = _FIXED.pack(
         MAGIC,
-        VERSION,
+        version,
         FLAG_REVERSIBLE if reversible else 0,
         _FIXED.size + len(stored) + records_length,
         record_count,
         len(sections),
-        len(layouts),
+        layouts,
         len(table),
         len(stored),
     )
-    parse_header(_reader(fixed + stored))
+    parse_header(io.BytesIO(fixed + stored).read)
     return fixed + stored
 
 
@@ -171,31 +193,29 @@ def parse_header(read: Read) -> DeltaHeader:
     )
     if magic != MAGIC:
         raise DeltaFormatError("not a delta file")
-    if version != VERSION:
-        raise DeltaVersionError(f"delta version {version}, known: {VERSION}")
+    if version not in (PLAIN_VERSION, VERSION):
+        raise DeltaVersionError(f"delta version {version}, known: {PLAIN_VERSION} and {VERSION}")
     if flags & ~FLAG_REVERSIBLE:
         raise DeltaFormatError(f"unknown flags {flags:#x}")
-    _require_limit("file length", file_length, MAX_DELTA_BYTES)
-    _require_limit("records", records, MAX_RECORDS)
-    _require_limit("sections", sections, MAX_SECTIONS)
-    _require_limit("table", length, MAX_TABLE_BYTES)
-    if layouts > sections or stored > length:
+    require_limit("file length", file_length, MAX_DELTA_BYTES)
+    require_limit("records", records, MAX_RECORDS)
+    require_limit("sections", sections, MAX_SECTIONS)
+    require_limit("table", length, MAX_TABLE_BYTES)
+    if layouts > _LAYOUTS_A_SECTION[version] * sections or stored > length:
         raise DeltaFormatError("layouts without sections, or a table larger than itself")
-    if sections * _SHORTEST_SECTION + layouts * _SHORTEST_LAYOUT > length:
-        raise DeltaFormatError("the table is too short for its counts")
+    require_counts(sections, layouts, length)
     header_length = _FIXED.size + stored
     if header_length + records * RECORD_BYTES > file_length:
         raise DeltaFormatError("the file is too short for its counts")
-    cursor = _Cursor(_unpack_table(_read_exact(read, stored), length))
-    parsed = _parse_sections(cursor, sections, _parse_layouts(cursor, layouts))
-    if cursor.left:
-        raise DeltaFormatError(f"{cursor.left} bytes behind the table")
+    table = unpack_table(_read_exact(read, stored), length)
+    parsed = parse_table(table, sections, layouts, version)
     return DeltaHeader(
         sections=parsed,
         reversible=bool(flags & FLAG_REVERSIBLE),
         record_count=records,
         header_length=header_length,
         file_length=file_length,
+        version=version,
     )
 
 
@@ -220,6 +240,8 @@ def read_records(read: Read, header: DeltaHeader) -> Iterator[tuple[DeltaRecord,
                 raise DeltaFormatError(f"{kind.name} is covered up to {offset} of {total} bytes")
             record = _parse_record(_read_exact(read, RECORD_BYTES))
             _require_place(record, kind, section, offset, total)
+            if record.mode in NEWER_MODES and header.version == PLAIN_VERSION:
+                raise DeltaFormatError(f"mode {record.mode.name} is newer than the file")
             position += RECORD_BYTES + record.payload_length
             if position > header.file_length:
                 raise DeltaFormatError("records reach behind the end of the file")
@@ -240,7 +262,9 @@ def _require_place(
         )
     if record.length > total - offset:
         raise DeltaFormatError("record reaches behind its range")
-    if kind is RecordKind.F32 and record.length % 4:
+    if kind is RecordKind.REPLAY and record.length != total:
+        raise DeltaFormatError("a replay makes its plane whole")
+    if (kind is RecordKind.F32 or record.mode in WORD_MODES) and record.length % 4:
         raise DeltaFormatError("record splits a word")
 
 
@@ -252,9 +276,8 @@ def _parse_record(data: bytes) -> DeltaRecord:
         raise DeltaFormatError(f"record kind {number}, mode {code}") from error
     if mode not in MODES[kind]:
         raise DeltaFormatError(f"mode {mode.name} is not for {kind.name}")
-    limit = MAX_PIECE_BYTES if kind >= RecordKind.PIECE else MAX_CHUNK_BYTES
-    _require_limit("chunk", length, limit)
-    _require_limit("payload", payload, length + MAX_PAYLOAD_SLACK_BYTES)
+    require_limit("chunk", length, _LENGTHS.get(kind, MAX_CHUNK_BYTES))
+    require_limit("payload", payload, _payload_limit(kind, length))
     if length == 0:
         raise DeltaFormatError("empty record")
     if mode is Mode.SAME and (payload or old_hash != new_hash):
@@ -262,112 +285,10 @@ def _parse_record(data: bytes) -> DeltaRecord:
     return DeltaRecord(kind, mode, section, offset, length, payload, old_hash, new_hash)
 
 
-def _parse_layouts(cursor: "_Cursor", count: int) -> list[tuple[Plane, ...]]:
-    layouts: list[tuple[Plane, ...]] = []
-    total = 0
-    for _ in range(count):
-        (planes,) = cursor.unpack(_COUNT)
-        total += planes
-        if planes == 0 or planes * _PLANE.size > cursor.left:
-            raise DeltaFormatError("a layout has no planes, or more than the table holds")
-        _require_limit("planes", total, MAX_PLANES)
-        layouts.append(_parse_planes(cursor, planes))
-    if len(set(layouts)) != count:
-        raise DeltaFormatError("the same layout twice")
-    return layouts
-
-
-def _parse_planes(cursor: "_Cursor", count: int) -> tuple[Plane, ...]:
-    planes = []
-    offset = 0
-    for _ in range(count):
-        number, length = cursor.unpack(_PLANE)
-        if number >= len(PLANE_KINDS):
-            raise DeltaFormatError(f"plane kind {number}")
-        try:
-            planes.append(Plane(PLANE_KINDS[number], offset, length))
-        except ContractError as error:
-            raise DeltaFormatError(str(error)) from error
-        offset += length
-    return tuple(planes)
-
-
-def _parse_sections(
-    cursor: "_Cursor", count: int, layouts: Sequence[tuple[Plane, ...]]
-) -> tuple[DeltaSection, ...]:
-    sections = []
-    seen = extents = 0
-    previous = ""
-    for _ in range(count):
-        component = _parse_component(cursor)
-        old_sha256, new_sha256 = cursor.take(_SHA256_BYTES).hex(), cursor.take(_SHA256_BYTES).hex()
-        old_length, new_length, number = cursor.unpack(_SECTION)
-        if component <= previous:
-            raise DeltaFormatError("sections are not in ascending order")
-        if number > min(seen + 1, len(layouts)):
-            raise DeltaFormatError("layouts are numbered by first use")
-        seen, previous = max(seen, number), component
-        planes = layouts[number - 1] if number else ()
-        extents += len(planes)
-        _require_limit("extents", extents, MAX_EXTENTS)
-        section = DeltaSection(component, old_sha256, new_sha256, old_length, new_length, planes)
-        _require_section(section)
-        sections.append(section)
-    if seen != len(layouts):
-        raise DeltaFormatError("a layout is not used")
-    return tuple(sections)
-
-
-def _require_section(section: DeltaSection) -> None:
-    _require_limit("section", max(section.old_length, section.new_length), MAX_SECTION_BYTES)
-    if section.new_sha256 in (NO_SHA256, section.old_sha256):
-        raise DeltaFormatError(f"{section.component}: no new digest, or nothing changed")
-    if section.old_sha256 == NO_SHA256 and (section.old_length or section.planes):
-        raise DeltaFormatError(f"{section.component}: bytes without a digest")
-    if section.planes and not (section.old_length == section.new_length == section.planes[-1].end):
-        raise DeltaFormatError(f"{section.component}: the planes do not cover the section")
-
-
-def _parse_component(cursor: "_Cursor") -> str:
-    (length,) = cursor.take(1)
-    try:
-        return require_component(cursor.take(length).decode("ascii"))
-    except (UnicodeDecodeError, ContractError) as error:
-        raise DeltaFormatError("not a component name") from error
-
-
-def _layout_bytes(planes: Sequence[Plane]) -> bytes:
-    rows = (_PLANE.pack(PLANE_KINDS.index(plane.kind), plane.length) for plane in planes)
-    return _COUNT.pack(len(planes)) + b"".join(rows)
-
-
-def _section_bytes(section: DeltaSection, layout: int) -> bytes:
-    name = section.component.encode("ascii")
-    return (
-        bytes((len(name),))
-        + name
-        + bytes.fromhex(section.old_sha256)
-        + bytes.fromhex(section.new_sha256)
-        + _SECTION.pack(section.old_length, section.new_length, layout)
-    )
-
-
-def _unpack_table(stored: bytes, length: int) -> bytes:
-    if len(stored) == length:
-        return stored
-    inflater = zlib.decompressobj()
-    try:
-        table = inflater.decompress(stored, length + 1)
-    except zlib.error as error:
-        raise DeltaFormatError("the table cannot be inflated") from error
-    if len(table) != length or not inflater.eof or inflater.unused_data:
-        raise DeltaFormatError("the table inflates to another length")
-    return table
-
-
-def _require_limit(what: str, value: int, limit: int) -> None:
-    if value > limit:
-        raise DeltaLimitError(f"{what} {value}, limit {limit}")
+def _payload_limit(kind: RecordKind, length: int) -> int:
+    if kind is RecordKind.REPLAY:
+        return MAX_REPLAY_PAYLOAD_BYTES
+    return length + MAX_PAYLOAD_SLACK_BYTES
 
 
 def _read_exact(read: Read, length: int) -> bytes:
@@ -378,30 +299,3 @@ def _read_exact(read: Read, length: int) -> bytes:
             raise DeltaTruncatedError(f"{length - len(data)} bytes are missing")
         data += more
     return data
-
-
-def _reader(data: bytes) -> Read:
-    cursor = _Cursor(data)
-    return cursor.take
-
-
-class _Cursor:
-    """Strict reading of a byte string."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._position = 0
-
-    @property
-    def left(self) -> int:
-        return len(self._data) - self._position
-
-    def take(self, length: int) -> bytes:
-        if length > self.left:
-            raise DeltaFormatError("the table ends early")
-        start = self._position
-        self._position += length
-        return self._data[start : self._position]
-
-    def unpack(self, layout: struct.Struct) -> tuple[int, ...]:
-        return layout.unpack(self.take(layout.size))

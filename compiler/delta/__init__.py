@@ -5,22 +5,34 @@ pieces; nothing that a device runs needs it.
 """
 
 from compiler.delta.apply import AppliedReport, SectionResult, apply_delta, verify_sections
-from compiler.delta.encode import EncodedDelta, EncodeOptions, encode_delta
+from compiler.delta.encode import EncodedDelta, encode_delta, write_delta
+from compiler.delta.records import DeltaEncodeError, EncodeOptions
 from compiler.delta.report import DeltaReport, SectionReport
-from compiler.delta.sections import Base, MemorySections, SectionBytes, Sink
+from compiler.delta.sections import (
+    Base,
+    MemorySections,
+    SectionBytes,
+    SectionFile,
+    SectionSource,
+    Sink,
+)
 
 __all__ = [
     "AppliedReport",
     "Base",
+    "DeltaEncodeError",
     "DeltaReport",
     "EncodeOptions",
     "EncodedDelta",
     "MemorySections",
     "SectionBytes",
+    "SectionFile",
     "SectionReport",
     "SectionResult",
+    "SectionSource",
     "Sink",
     "apply_delta",
     "encode_delta",
     "verify_sections",
+    "write_delta",
 ]

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import BinaryIO, Final
 
 from compiler.contract.delta import (
+    AFTER_MODES,
     MAX_CHUNK_BYTES,
     NO_SHA256,
-    STREAM_KINDS,
+    STREAMS,
     DeltaBaseError,
     DeltaDirectionError,
     DeltaHeader,
@@ -28,8 +29,9 @@ from compiler.contract.delta import (
 )
 from compiler.delta.chunks import decode_chunk
 from compiler.delta.pieces import decode_piece
+from compiler.delta.replay import SectionReplay
 from compiler.delta.sections import Base, Sink
-from compiler.delta.streams import StreamCursor, gather, read_range, scatter
+from compiler.delta.streams import cursors, gather, gather_before, read_range, scatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ def verify_sections(header: DeltaHeader, sections: Base, *, reverse: bool = Fals
 
 
 _PIECES: Final = {False: RecordKind.PIECE, True: RecordKind.PIECE_BACK}
+_ALONE: Final = {False: RecordKind.ADDED, True: RecordKind.DROPPED}
 
 
 class _Run:
@@ -149,7 +152,10 @@ class _Run:
         self._source = source
         self._sink = sink
         self._reverse = reverse
-        self._cursors = [StreamCursor(header.sections, kind) for kind in STREAM_KINDS]
+        self._cursors = cursors(header)
+        self._replays = iter(
+            [(section, plane) for section in header.sections for plane in section.replays]
+        )
         self._digests = {
             index: hashlib.sha256()
             for index, section in enumerate(header.sections)
@@ -159,15 +165,21 @@ class _Run:
 
     def skip(self, record: DeltaRecord) -> None:
         """Pass over a record that an earlier run has written."""
-        if record.kind < RecordKind.PIECE:
+        if record.kind in self._cursors:
             self._cursors[record.kind].take(record.length)
+        elif record.kind is RecordKind.REPLAY:
+            next(self._replays)
         elif record.kind is _PIECES[self._reverse]:
             self._digests.pop(record.section, None)
 
     def write(self, record: DeltaRecord, payload: bytes) -> None:
         """Make the bytes of a record and write them."""
-        if record.kind < RecordKind.PIECE:
+        if record.kind in STREAMS:
             self._write_chunk(record, payload)
+        elif record.kind is _ALONE[self._reverse]:
+            self._write_alone(record, payload)
+        elif record.kind is RecordKind.REPLAY:
+            self._write_replay(record, payload)
         elif record.kind is _PIECES[self._reverse]:
             self._write_piece(record, payload)
 
@@ -186,16 +198,38 @@ class _Run:
 
     def _write_chunk(self, record: DeltaRecord, payload: bytes) -> None:
         extents = self._cursors[record.kind].take(record.length)
-        before = gather(self._source, extents)
-        hashes = (record.old_hash, record.new_hash)
-        needed, promised = reversed(hashes) if self._reverse else hashes
+        before = gather(self._source, extents, new=self._reverse)
+        needed, promised = self._hashes(record)
         if chunk_hash(before) != needed:
             raise DeltaBaseError(f"{record.kind.name}: other bytes at {record.offset}")
         after = decode_chunk(record.kind, record.mode, before, payload, reverse=self._reverse)
         if record.mode is not Mode.SAME:
             self._require_result(after, promised)
-        scatter(self._sink, extents, after)
+        scatter(self._sink, extents, after, new=not self._reverse)
         self._written += len(after)
+
+    def _write_alone(self, record: DeltaRecord, payload: bytes) -> None:
+        extents = self._cursors[record.kind].take(record.length)
+        before = bytes(record.length)
+        if record.mode in AFTER_MODES:
+            before = gather_before(self._source, extents)
+            if chunk_hash(before) != record.old_hash:
+                raise DeltaBaseError(f"{record.kind.name}: other bytes before {record.offset}")
+        made = decode_chunk(record.kind, record.mode, before, payload, reverse=False)
+        self._require_result(made, record.new_hash)
+        scatter(self._sink, extents, made)
+        self._written += len(made)
+
+    def _write_replay(self, record: DeltaRecord, payload: bytes) -> None:
+        section, plane = next(self._replays)
+        needed, promised = self._hashes(record)
+        replay = SectionReplay(section, plane, payload, reverse=self._reverse)
+        made = replay.run(self._source, self._sink)
+        if made.before != needed:
+            raise DeltaBaseError(f"{section.component}: other codes")
+        if made.after != promised:
+            raise DeltaResultError(f"{section.component}: a replay came out different")
+        self._written += record.length
 
     def _write_piece(self, record: DeltaRecord, payload: bytes) -> None:
         section = self._header.sections[record.section]
@@ -206,6 +240,12 @@ class _Run:
             digest.update(made)
         self._sink.pwrite(section.component, made, record.offset)
         self._written += len(made)
+
+    def _hashes(self, record: DeltaRecord) -> tuple[bytes, bytes]:
+        """Return the hash of what is needed and of what is promised, by direction."""
+        if self._reverse:
+            return record.new_hash, record.old_hash
+        return record.old_hash, record.new_hash
 
     @staticmethod
     def _require_result(data: bytes, promised: bytes) -> None:

@@ -5,6 +5,7 @@ shorter means exactly one zstd frame that declares the raw length and needs no d
 """
 
 import struct
+from collections.abc import Mapping
 from typing import Final
 
 import zstandard
@@ -28,12 +29,17 @@ _ENTROPY: Final = {
     "chain_log": 6,
 }
 
+_QUICK: Final = {"compression_level": 3}
+_THOROUGH: Final = {"compression_level": 19}
+_WORTH: Final = 0.9
+"""Quick search below this share of coding without any: there are repeats, search for all."""
+
 
 def pack_blob(raw: bytes) -> bytes:
     """Return `raw` as a blob, by the smallest of the coders tried."""
-    candidates = [raw, _compress(raw, **_ENTROPY), _compress(raw, compression_level=3)]
+    candidates = [raw, _compress(raw, _ENTROPY), _compress(raw, _QUICK)]
     if len(raw) <= _THOROUGH_BYTES:
-        candidates.append(_compress(raw, compression_level=19))
+        candidates.append(_compress(raw, _THOROUGH))
     stored = min(candidates, key=len)
     return _LENGTHS.pack(len(raw), len(stored)) + stored
 
@@ -66,13 +72,18 @@ def open_frame(frame: bytes, length: int, *, source: bytes = b"", checksum: bool
     return data
 
 
-def make_frame(raw: bytes, *, source: bytes = b"") -> bytes:
+def make_frame(raw: bytes, *, source: bytes = b"", thorough: bool = True) -> bytes:
     """Return `raw` as one zstd frame of level 19 with content size and checksum.
 
     Args:
         raw: The content.
         source: Raw dictionary, if not empty.
+        thorough: If not, level 19 is left out where a look finds no repeats worth its time.
     """
+    if not thorough:
+        plain, quick = (_compress(raw, p, checksum=True) for p in (_ENTROPY, _QUICK))
+        if len(quick) > _WORTH * len(plain):
+            return min(plain, quick, key=len)
     window = max(10, min(24, (len(raw) + len(source)).bit_length()))
     parameters = zstandard.ZstdCompressionParameters.from_level(
         19, window_log=window, write_content_size=True, write_checksum=True, write_dict_id=False
@@ -132,9 +143,9 @@ class BlobReader:
             raise DeltaFormatError("bytes are left in the payload")
 
 
-def _compress(raw: bytes, **parameters: int) -> bytes:
+def _compress(raw: bytes, parameters: Mapping[str, int], *, checksum: bool = False) -> bytes:
     chosen = zstandard.ZstdCompressionParameters(
-        **parameters, write_content_size=True, write_checksum=False, write_dict_id=False
+        **parameters, write_content_size=True, write_checksum=checksum, write_dict_id=False
     )
     return zstandard.ZstdCompressor(compression_params=chosen).compress(raw)
 

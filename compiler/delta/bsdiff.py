@@ -51,13 +51,12 @@ def apply_bsdiff4(patch: bytes, source: bytes, length: int) -> bytes:
     diff_start = _HEADER.size + control_length
     extra_start = diff_start + diff_length
     control = _inflate(patch[_HEADER.size : diff_start], MAX_CONTROL_BYTES)
-    steps = list(_steps(control, len(source), length))
-    diff_total = sum(step.diff for step in steps)
+    diff_total = sum(step.diff for step in _steps(control, len(source), length))
     diff = _inflate(patch[diff_start:extra_start], diff_total)
     extra = _inflate(patch[extra_start:], length - diff_total)
     if len(diff) != diff_total or len(extra) != length - diff_total:
         raise DeltaFormatError("bsdiff4: a block does not fit the control block")
-    return _build(steps, source, diff, extra, length)
+    return _build(_steps(control, len(source), length), source, diff, extra, length)
 
 
 def make_bsdiff4(source: bytes, target: bytes) -> bytes | None:
@@ -93,7 +92,7 @@ def _steps(control: bytes, source_length: int, length: int) -> Iterator[_Step]:
         raise DeltaFormatError("bsdiff4: control block makes another length")
 
 
-def _build(steps: list[_Step], source: bytes, diff: bytes, extra: bytes, length: int) -> bytes:
+def _build(steps: Iterator[_Step], source: bytes, diff: bytes, extra: bytes, length: int) -> bytes:
     result = np.empty(length, np.uint8)
     old, added, appended = (np.frombuffer(data, np.uint8) for data in (source, diff, extra))
     diff_at = extra_at = 0

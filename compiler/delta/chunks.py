@@ -1,14 +1,15 @@
 """Chunks: a range of one virtual stream before and after, and the record payload between them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from compiler.contract.delta import MODES, Mode, RecordKind
+from compiler.contract.delta import AFTER_MODES, MODES, Mode, RecordKind
 from compiler.delta.blobs import BlobReader
+from compiler.delta.estimates import likely_modes
 from compiler.delta.residuals import CODERS, Bytes
 
 
@@ -51,11 +52,16 @@ def _subtract_words(left: Bytes, right: Bytes) -> Bytes:
     return difference.view(np.uint8)
 
 
+_BYTES: Final = Arithmetic(np.subtract, np.add)
+_XOR: Final = Arithmetic(np.bitwise_xor, np.bitwise_xor)
+_WORDS: Final = Arithmetic(_subtract_words, _add_words)
 _ARITHMETIC: Final[Mapping[RecordKind, Arithmetic]] = {
     RecordKind.CODES4: Arithmetic(_subtract_codes, _add_codes),
-    RecordKind.SCALES8: Arithmetic(np.subtract, np.add),
-    RecordKind.F32: Arithmetic(_subtract_words, _add_words),
-    RecordKind.RAW: Arithmetic(np.bitwise_xor, np.bitwise_xor),
+    RecordKind.SCALES8: _BYTES,
+    RecordKind.F32: _WORDS,
+    RecordKind.RAW: _XOR,
+    RecordKind.ADDED: _BYTES,
+    RecordKind.DROPPED: _BYTES,
 }
 
 
@@ -64,19 +70,48 @@ def encode_chunk(kind: RecordKind, old: bytes, new: bytes) -> tuple[Mode, bytes]
 
     Args:
         kind: A stream kind.
-        old: The chunk before.
+        old: The chunk before; zeros for what stands alone.
         new: The chunk after, of the same length.
     """
-    if old == new:
+    if old == new and Mode.SAME in MODES[kind]:
         return Mode.SAME, b""
-    residual = _ARITHMETIC[kind].subtract(
-        np.frombuffer(new, np.uint8), np.frombuffer(old, np.uint8)
-    )
-    payloads = (
-        (mode, CODERS[mode].encode(residual)) for mode in sorted(MODES[kind]) if mode in CODERS
-    )
-    found = [(mode, payload) for mode, payload in payloads if payload is not None]
+    found = []
+    for arithmetic, modes in _by_arithmetic(kind, len(new)):
+        residual = arithmetic.subtract(np.frombuffer(new, np.uint8), np.frombuffer(old, np.uint8))
+        for mode in likely_modes(kind, residual, modes):
+            payload = CODERS[mode].encode(residual)
+            if payload is not None:
+                found.append((mode, payload))
     return min(found, key=lambda pair: len(pair[1]))
+
+
+def encode_alone(kind: RecordKind, before: bytes, content: bytes) -> tuple[Mode, bytes]:
+    """Return the mode with the smallest payload for what only one section holds, and that payload.
+
+    Args:
+        kind: ADDED or DROPPED.
+        before: What `gather_before` gives.
+        content: As long.
+    """
+    new = np.frombuffer(content, np.uint8)
+    found = []
+    for mode in sorted(MODES[kind]):
+        old = np.frombuffer(before if mode in AFTER_MODES else bytes(len(content)), np.uint8)
+        payload = CODERS[mode].encode(_BYTES.subtract(new, old))
+        if payload is not None:
+            found.append((mode, payload))
+    return min(found, key=lambda pair: len(pair[1]))
+
+
+def is_exact(kind: RecordKind, mode: Mode, payload: bytes, old: bytes, new: bytes) -> bool:
+    """Return whether a payload leads from `old` to `new` and back."""
+    if mode is Mode.SAME:
+        return old == new
+    residual = _residual(mode, payload, len(new))
+    return (
+        _combine(kind, mode, old, residual, reverse=False) == new
+        and _combine(kind, mode, new, residual, reverse=True) == old
+    )
 
 
 def decode_chunk(
@@ -87,7 +122,7 @@ def decode_chunk(
     Args:
         kind: A stream kind.
         mode: A mode of that kind.
-        source: The chunk to start from; whole words for f32.
+        source: The chunk to start from; whole words for modes of words.
         payload: As it came.
         reverse: Whether `source` is the new chunk.
 
@@ -96,9 +131,27 @@ def decode_chunk(
     """
     if mode is Mode.SAME:
         return source
+    residual = _residual(mode, payload, len(source))
+    return _combine(kind, mode, source, residual, reverse=reverse)
+
+
+def _by_arithmetic(kind: RecordKind, length: int) -> Iterator[tuple[Arithmetic, frozenset[Mode]]]:
+    modes = (MODES[kind] & CODERS.keys()) - {Mode.COUNTERS}
+    yield _ARITHMETIC[kind], modes
+    if Mode.COUNTERS in MODES[kind] and length % 4 == 0:
+        yield _WORDS, frozenset({Mode.COUNTERS})
+
+
+def _residual(mode: Mode, payload: bytes, length: int) -> Bytes:
     reader = BlobReader(payload)
-    residual = CODERS[mode].decode(reader, len(source))
+    residual = CODERS[mode].decode(reader, length)
     reader.finish()
-    arithmetic = _ARITHMETIC[kind]
-    combine = arithmetic.subtract if reverse else arithmetic.add
-    return combine(np.frombuffer(source, np.uint8), residual).tobytes()
+    return residual
+
+
+def _combine(
+    kind: RecordKind, mode: Mode, source: bytes, residual: Bytes, *, reverse: bool
+) -> bytes:
+    arithmetic = _WORDS if mode is Mode.COUNTERS else _ARITHMETIC[kind]
+    way = arithmetic.subtract if reverse else arithmetic.add
+    return way(np.frombuffer(source, np.uint8), residual).tobytes()

@@ -1,8 +1,11 @@
 """Gap coding: an ascending list of positions as the distances between them.
 
 One byte a gap; 255 means "255 more, go on". Geometric gaps under zstd's Huffman coder come within
-1-2 % of their entropy.
+1-2 % of their entropy. Where few positions are taken, two bytes a gap, low ones and high ones
+apart, 65535 to go on.
 """
+
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,16 +13,30 @@ import numpy.typing as npt
 from compiler.contract.delta import DeltaFormatError
 from compiler.delta.blobs import BlobReader, pack_blob
 
-Positions = npt.NDArray[np.int64]
+BYTE: Final = 255
+PAIR: Final = 65_535
+
+Positions = npt.NDArray[np.int32 | np.int64]
 
 
 def pack_gaps(positions: Positions) -> bytes:
     """Return strictly ascending `positions`, (n,) from 0, as a blob."""
+    return pack_blob(_steps(positions, BYTE).astype(np.uint8).tobytes())
+
+
+def pack_wide_gaps(positions: Positions) -> bytes:
+    """Return strictly ascending `positions`, (n,) from 0, as two blobs."""
+    steps = _steps(positions, PAIR)
+    low, high = (steps & BYTE).astype(np.uint8), (steps >> 8).astype(np.uint8)
+    return pack_blob(low.tobytes()) + pack_blob(high.tobytes())
+
+
+def _steps(positions: Positions, more: int) -> npt.NDArray[np.int64]:
     gaps = np.diff(positions, prepend=-1) - 1
-    escapes = gaps // 255
-    steps = np.full(int(escapes.sum()) + gaps.size, 255, np.uint8)
-    steps[np.cumsum(escapes + 1) - 1] = gaps % 255
-    return pack_blob(steps.tobytes())
+    escapes = gaps // more
+    steps = np.full(int(escapes.sum()) + gaps.size, more, np.int64)
+    steps[np.cumsum(escapes + 1) - 1] = gaps % more
+    return steps
 
 
 def read_gaps(reader: BlobReader, limit: int, most: int) -> Positions:
@@ -28,13 +45,35 @@ def read_gaps(reader: BlobReader, limit: int, most: int) -> Positions:
     Raises:
         DeltaFormatError: Too many positions, one out of range, or a list that ends in an escape.
     """
-    steps = np.frombuffer(reader.blob(most + limit // 255), np.uint8)
+    steps = np.frombuffer(reader.blob(most + limit // BYTE), np.uint8)
+    if not steps.size:
+        return np.zeros(0, np.int32)
+    ends = np.flatnonzero(steps != BYTE)
+    if ends.size > most or steps[-1] == BYTE:
+        raise DeltaFormatError("gap list too long or unfinished")
+    positions = np.cumsum(steps, dtype=np.int32)[ends]  # at most 255 x (1 Mi + 16 Ki) < 2^31
+    positions += np.arange(ends.size, dtype=np.int32)
+    if positions[-1] >= limit:
+        raise DeltaFormatError("gap list leaves its range")
+    return positions
+
+
+def read_wide_gaps(reader: BlobReader, limit: int, most: int) -> Positions:
+    """Return strictly ascending positions in [0, limit), (n,) with n <= most.
+
+    Raises:
+        DeltaFormatError: As `read_gaps`, or the two blobs have other lengths.
+    """
+    low = np.frombuffer(reader.blob(most + limit // PAIR), np.uint8)
+    high = np.frombuffer(reader.blob(low.size, exact=True), np.uint8)
+    steps = low | high.astype(np.uint16) << 8
     if not steps.size:
         return np.zeros(0, np.int64)
-    ends = np.flatnonzero(steps != 255)
-    if ends.size > most or steps[-1] == 255:
+    ends = np.flatnonzero(steps != PAIR)
+    if ends.size > most or steps[-1] == PAIR:
         raise DeltaFormatError("gap list too long or unfinished")
-    positions = np.cumsum(steps, dtype=np.int64)[ends] + np.arange(ends.size)
+    positions = np.cumsum(steps, dtype=np.int64)[ends]
+    positions += np.arange(ends.size)
     if positions[-1] >= limit:
         raise DeltaFormatError("gap list leaves its range")
     return positions

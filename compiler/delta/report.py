@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from compiler.contract.delta import DeltaRecord, DeltaSection, RecordKind
+from compiler.contract.delta import RECORD_BYTES, DeltaRecord, DeltaSection, RecordKind
 from compiler.delta.streams import Extent
 
 
@@ -16,7 +16,8 @@ class SectionReport:
 
     Attributes:
         component: Its name.
-        codec: `planes`, or the modes of its pieces in lower case, joined by `+`; `empty` if none.
+        codec: `planes` or `aligned`, with `+lowrank` if planes are replayed; of a section coded
+            whole the modes of its pieces in lower case, joined by `+`, or `empty`.
         old_length: Bytes before.
         new_length: Bytes after, what a full download would take.
         delta_bytes: Its part of the file. Records shared by sections are divided by the number of
@@ -58,9 +59,10 @@ class ReportBuilder:
         self._total_codes = 0
 
     def add_chunk(
-        self, record: DeltaRecord, size: int, extents: Sequence[Extent], old: bytes, new: bytes
+        self, record: DeltaRecord, extents: Sequence[Extent], old: bytes, new: bytes
     ) -> None:
-        """Divide a stream record of `size` bytes among the sections of `extents`."""
+        """Divide a stream record among the sections of `extents`."""
+        size = RECORD_BYTES + record.payload_length
         difference = np.frombuffer(old, np.uint8) ^ np.frombuffer(new, np.uint8)
         if record.kind is RecordKind.CODES4:
             self._total_codes += 2 * len(new)
@@ -74,10 +76,10 @@ class ReportBuilder:
             position += extent.length
         self._bytes.update(dict(_shares(changed, size)))
 
-    def add_piece(self, record: DeltaRecord, size: int) -> None:
-        """Add a piece of `size` bytes to its section."""
+    def add_piece(self, record: DeltaRecord) -> None:
+        """Add a piece or a replay to its section."""
         component = self._sections[record.section].component
-        self._bytes[component] += size
+        self._bytes[component] += RECORD_BYTES + record.payload_length
         self._modes[component].add(record.mode.name.lower())
 
     def build(self, file_length: int) -> DeltaReport:
@@ -97,9 +99,11 @@ class ReportBuilder:
         )
 
     def _codec(self, section: DeltaSection) -> str:
+        modes = sorted(self._modes[section.component])
         if section.planes:
-            return "planes"
-        return "+".join(sorted(self._modes[section.component])) or "empty"
+            kind = "aligned" if section.alignment is not None else "planes"
+            return "+".join((kind, *modes))
+        return "+".join(modes) or "empty"
 
 
 def _shares(weights: Mapping[str, int], size: int) -> Iterator[tuple[str, int]]:

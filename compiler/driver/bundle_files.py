@@ -3,14 +3,22 @@
 manifest.json  sections/<component> ...  report.json  ir.mlir  kernels.c
 """
 
+import contextlib
 import errno
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from compiler.contract.canonical import sha256_hex
 from compiler.contract.errors import ContractError, DigestMismatchError
-from compiler.contract.manifest import MAX_MANIFEST_BYTES, ReleaseManifest, parse_manifest
+from compiler.contract.manifest import (
+    MAX_MANIFEST_BYTES,
+    ReleaseManifest,
+    Section,
+    parse_manifest,
+)
+from compiler.delta.sections import SectionFile
 from compiler.driver.cache import write_atomic
 from compiler.driver.options import CompiledBundle
 
@@ -60,21 +68,54 @@ def read_bundle(directory: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
         ContractError: There is no whole bundle in the directory.
         DigestMismatchError: A section is not the one the manifest names.
     """
-    try:
+    with _no_bundle(directory):
         manifest = parse_manifest(_read(directory / MANIFEST, MAX_MANIFEST_BYTES))
         sections = {
             section.component: _read(directory / SECTIONS / section.component, section.size_bytes)
             for section in manifest.sections
         }
+    for section in manifest.sections:
+        _require_digest(section, sha256_hex(sections[section.component]))
+    return manifest, sections
+
+
+@contextlib.contextmanager
+def open_bundle(directory: Path) -> Iterator[dict[str, SectionFile]]:
+    """Yield the sections of a bundle as open files, digests checked; for bundles of any size.
+
+    Raises:
+        ContractError: There is no whole bundle in the directory.
+        DigestMismatchError: A section is not the one the manifest names.
+    """
+    with contextlib.ExitStack() as files:
+        with _no_bundle(directory):
+            manifest = parse_manifest(_read(directory / MANIFEST, MAX_MANIFEST_BYTES))
+            sections: dict[str, SectionFile] = {}
+            for section in manifest.sections:
+                path = directory / SECTIONS / section.component
+                if path.stat().st_size != section.size_bytes or not path.is_file():
+                    raise DigestMismatchError(f"section {section.component} has another length")
+                opened = SectionFile(path, section.planes)
+                files.callback(opened.close)
+                _require_digest(section, opened.sha256)
+                sections[section.component] = opened
+        yield sections
+
+
+@contextlib.contextmanager
+def _no_bundle(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ContractError(
             f"no bundle in {directory}: {error.strerror}",
             hint="a bundle is what `python -m compiler compile --out DIR` writes",
         ) from error
-    for section in manifest.sections:
-        if sha256_hex(sections[section.component]) != section.sha256:
-            raise DigestMismatchError(f"section {section.component} does not match the manifest")
-    return manifest, sections
+
+
+def _require_digest(section: Section, sha256: str) -> None:
+    if sha256 != section.sha256:
+        raise DigestMismatchError(f"section {section.component} does not match the manifest")
 
 
 def _read(path: Path, most: int) -> bytes:

@@ -145,6 +145,25 @@ class ObjectStore:
             raise BundleError(f"object {sha256[:16]} is damaged and was dropped")
         return view
 
+    def verify(self, sha256: str, size_bytes: int) -> "ReadObject":
+        """Open an object that still hashes to its name, without mapping it.
+
+        Takes one block of memory whatever the size of the object; the file hashed is the one that
+        is read.
+
+        Raises:
+            BundleError: It is missing, of another length, or damaged; a damaged one is removed.
+        """
+        found = ReadObject(self.open(sha256, size_bytes), sha256)
+        digest = hashlib.sha256()
+        for offset in range(0, size_bytes, HASH_BLOCK_BYTES):
+            digest.update(found.read(HASH_BLOCK_BYTES, offset))
+        if digest.hexdigest() != sha256:
+            found.close()
+            self.forget(sha256)
+            raise BundleError(f"object {sha256[:16]} is damaged and was dropped")
+        return found
+
     def open(self, sha256: str, size_bytes: int) -> int:
         """Open an object and return the descriptor; its bytes are not verified.
 
@@ -204,6 +223,23 @@ class ObjectStore:
                 return memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
             finally:
                 os.close(fd)
+
+
+class ReadObject:
+    """An object open for reading, a range at a time."""
+
+    def __init__(self, fd: int, sha256: str) -> None:
+        self._fd = fd
+        self._name = sha256[:16]
+
+    def read(self, length: int, offset: int) -> bytes:
+        """Return `length` bytes from `offset`, fewer only at the end."""
+        with disk_errors(f"read {self._name}"):
+            return os.pread(self._fd, length, offset)
+
+    def close(self) -> None:
+        """Close it; once."""
+        os.close(self._fd)
 
 
 class PartialObject:

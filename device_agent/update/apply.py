@@ -4,6 +4,7 @@ The base is only read, so the running bundle works all the time and a device tha
 still has it; running again from the start makes the same objects.
 """
 
+import contextlib
 import io
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
@@ -13,37 +14,51 @@ from compiler.contract.manifest import ReleaseManifest, Section
 from compiler.contract.protocol import DeltaOffer
 from compiler.delta import apply_delta
 from device_agent.errors import BundleError, ContentError, DeltaUnusableError, OversizedError
-from device_agent.storage.objects import ObjectStore, PartialObject
+from device_agent.storage.objects import ObjectStore, PartialObject, ReadObject
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
+MAX_OPEN: Final = 64
+"""Sections of the base that are open at a time."""
 _UNUSABLE: Final = (DeltaError, ContentError, OversizedError, BundleError)
 
 
 class BaseObjects:
-    """`compiler.delta.Base` over the object store: every section is hashed before it is read."""
+    """`compiler.delta.Base` over the object store: every section is hashed before it is read.
+
+    A section that is closed to make room is not hashed again: the delta names the hash of whatever
+    it needs.
+    """
 
     def __init__(self, store: ObjectStore, manifest: ReleaseManifest) -> None:
         self._store = store
         self._sections = {section.component: section for section in manifest.sections}
-        self._views: dict[str, memoryview] = {}
+        self._verified: set[str] = set()
+        self._open: dict[str, ReadObject] = {}
 
     def pread(self, component: str, length: int, offset: int) -> bytes:
         """Return a range of a section; a section that the base does not have is empty."""
         section = self._sections.get(component)
         if section is None:
             return b""
-        if component not in self._views:
-            view = self._store.read_verified(section.sha256, section.size_bytes)
-            self._views[component] = view
-        return bytes(self._views[component][offset : offset + length])
+        if component not in self._open:
+            if len(self._open) >= MAX_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[component] = self._opened(section)
+        return self._open[component].read(length, offset)
 
     def close(self) -> None:
-        """Let the mapped sections go."""
-        for view in self._views.values():
-            view.release()
-        self._views.clear()
+        """Close what is open."""
+        for item in self._open.values():
+            item.close()
+        self._open.clear()
+
+    def _opened(self, section: Section) -> ReadObject:
+        if section.sha256 in self._verified:
+            return ReadObject(self._store.open(section.sha256, section.size_bytes), section.sha256)
+        self._verified.add(section.sha256)
+        return self._store.verify(section.sha256, section.size_bytes)
 
 
 class NewObjects:
@@ -102,28 +117,26 @@ def apply_offer(
         DiskFullError: No space is left.
     """
     try:
-        patch = store.read_verified(offer.sha256, offer.size_bytes)
-        header = parse_header(_reader(patch).read)
-        header.require_bundles(_digests(base), _digests(new))
-        named = {section.component for section in header.sections}
-        wanted = {item.component: item for item in new.sections if item.component in named}
-        source, sink = BaseObjects(store, base), NewObjects(store, wanted)
-        try:
-            apply_delta(source, _reader(patch), sink)
-            sink.finish()
-        finally:
-            sink.close()
-            source.close()
+        patch = store.verify(offer.sha256, offer.size_bytes)
+        with contextlib.closing(patch):
+            header = parse_header(_reader(patch).read)
+            header.require_bundles(_digests(base), _digests(new))
+            named = {section.component for section in header.sections}
+            wanted = {item.component: item for item in new.sections if item.component in named}
+            source, sink = BaseObjects(store, base), NewObjects(store, wanted)
+            with contextlib.closing(source), contextlib.closing(sink):
+                apply_delta(source, _reader(patch), sink)
+                sink.finish()
     except _UNUSABLE as error:
         raise DeltaUnusableError(f"{error} [{error.code}]") from error
 
 
-class _ViewFile(io.RawIOBase):
-    """A mapped object as a file, without a copy."""
+class _ObjectFile(io.RawIOBase):
+    """An object as a file that is read once, from its beginning."""
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, source: ReadObject) -> None:
         super().__init__()
-        self._view = view
+        self._source = source
         self._position = 0
 
     def readable(self) -> bool:
@@ -131,14 +144,14 @@ class _ViewFile(io.RawIOBase):
 
     def readinto(self, buffer: "WriteableBuffer") -> int:
         target = memoryview(buffer).cast("B")
-        data = self._view[self._position : self._position + len(target)]
+        data = self._source.read(len(target), self._position)
         target[: len(data)] = data
         self._position += len(data)
         return len(data)
 
 
-def _reader(view: memoryview) -> io.BufferedReader:
-    return io.BufferedReader(_ViewFile(view))
+def _reader(source: ReadObject) -> io.BufferedReader:
+    return io.BufferedReader(_ObjectFile(source))
 
 
 def _digests(manifest: ReleaseManifest) -> dict[str, str]:

@@ -12,7 +12,8 @@ from compiler.contract.delta import DeltaError, Mode, parse_header, read_records
 from compiler.delta import MemorySections, apply_delta, verify_sections
 
 VECTORS = Path(__file__).parent / "vectors" / "delta"
-GOOD = ["streams", "pieces-forward", "pieces-both-ways", "experts", "nothing-changed"]
+BOTH_WAYS = ["streams", "pieces-both-ways", "experts", "aligned-both-ways", "replayed", "sparse"]
+GOOD = [*BOTH_WAYS, "pieces-forward", "aligned-forward", "nothing-changed"]
 
 
 def _load(name: str):
@@ -35,7 +36,7 @@ def test_it_applies_a_published_file(name):
     assert {name: sink.section(name) for name in changed} == {name: new[name] for name in changed}
 
 
-@pytest.mark.parametrize("name", ["streams", "pieces-both-ways", "experts"])
+@pytest.mark.parametrize("name", BOTH_WAYS)
 def test_it_applies_a_published_file_backwards(name):
     case = _load(name)
     data, old, new = base64.b64decode(case["delta"]), _sections(case["old"]), _sections(case["new"])
@@ -65,6 +66,7 @@ def test_it_reads_the_header_of_a_published_file(name):
         assert len(new[section.component]) == section.new_length
         assert len(old.get(section.component, b"")) == section.old_length
         if section.planes:
+            assert (section.alignment is not None) == name.startswith("aligned")
             planes = [[plane.kind, plane.offset, plane.length] for plane in section.planes]
             assert planes == case["new"][section.component]["planes"]
 

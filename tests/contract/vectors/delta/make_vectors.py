@@ -10,12 +10,15 @@ Run from the root of the repository: python -m tests.contract.vectors.delta.make
 import base64
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from compiler.contract.delta import parse_header, read_records
 from compiler.delta import EncodeOptions, SectionBytes, encode_delta
+from compiler.delta.lowrank import Factors
+from compiler.kernels.program import COO, CSR, ELL, TILES
 from tests.unit.compiler.delta.bundles import (
     Bundle,
     draw_codes,
@@ -24,6 +27,8 @@ from tests.unit.compiler.delta.bundles import (
     pack_codes,
     section,
 )
+from tests.unit.compiler.delta.masked import bundle, masks
+from tests.unit.compiler.delta.merged import merged
 
 HERE = Path(__file__).parent
 
@@ -85,6 +90,46 @@ def pieces(*, store_reverse: bool) -> tuple[Bundle, Bundle, EncodeOptions]:
     return old, new, EncodeOptions(store_reverse=store_reverse)
 
 
+def sparse() -> tuple[Bundle, Bundle, EncodeOptions]:
+    """Few codes that changed, and blocks of 4 x 4 of them."""
+    rng = np.random.default_rng(107)
+    codes = pack_codes(draw_codes(rng, 49_152))
+    moved = np.frombuffer(codes, np.uint8).copy()
+    moved[rng.choice(16_384, 60, replace=False)] ^= (1 << 4 * rng.integers(0, 2, 60)).astype(
+        np.uint8
+    )
+    halves = moved[16_384:].reshape(-1, 16)
+    for block in rng.choice(len(halves), 20, replace=False):
+        halves[block] ^= (rng.integers(1, 16, 16) << 4).astype(np.uint8)
+    old, new = ({"expert.L0.E0": section(("codes4", part))} for part in (codes, moved.tobytes()))
+    return old, new, EncodeOptions(chunk_bytes=16_384)
+
+
+def aligned() -> tuple[Bundle, Bundle, EncodeOptions]:
+    """Masks that changed, in all packed forms."""
+    shapes = ((TILES, 64, 512), (ELL, 64, 128), (CSR, 512, 32), (COO, 64, 512))
+    return _masks_changed(shapes, 0.2, store_reverse=False)
+
+
+def elements() -> tuple[Bundle, Bundle, EncodeOptions]:
+    """A mask of elements that changed, both ways."""
+    return _masks_changed(((CSR, 64, 1024),), 0.1, store_reverse=True)
+
+
+def _masks_changed(
+    shapes: Sequence[tuple[str, int, int]], share: float, *, store_reverse: bool
+) -> tuple[Bundle, Bundle, EncodeOptions]:
+    rng = np.random.default_rng(105)
+    pairs = [masks(rng, *shape, share, 2)[:2] for shape in shapes]
+    old, new = bundle([pair[0] for pair in pairs]), bundle([pair[1] for pair in pairs])
+    return old, new, EncodeOptions(store_reverse=store_reverse)
+
+
+def replayed() -> tuple[Bundle, Bundle, dict[tuple[str, int], Factors]]:
+    """A weight merged with factors by replay, and beside it one that was tuned."""
+    return merged(np.random.default_rng(106), rows=90, cols=150, rank=1, size=0.01)
+
+
 def experts() -> tuple[Bundle, Bundle, EncodeOptions]:
     """Eight small experts after a fine-tune, one of them untouched, with the default options."""
     old, new = edgecard_like(103, experts=8, weights=2048)
@@ -134,6 +179,15 @@ def _bundle_json(bundle: Bundle) -> dict[str, object]:
     }
 
 
+def _case(old: Bundle, new: Bundle, data: bytes) -> dict[str, object]:
+    return {
+        "old": _bundle_json(old),
+        "new": _bundle_json(new),
+        "delta": base64.b64encode(data).decode(),
+        "modes": _modes(data),
+    }
+
+
 def _modes(data: bytes) -> list[str]:
     stream = io.BytesIO(data)
     records = read_records(stream.read, parse_header(stream.read))
@@ -155,17 +209,16 @@ def main() -> None:
         "pieces-forward": pieces(store_reverse=False),
         "pieces-both-ways": pieces(store_reverse=True),
         "experts": experts(),
+        "sparse": sparse(),
+        "aligned-forward": aligned(),
+        "aligned-both-ways": elements(),
         "nothing-changed": ({}, {}, EncodeOptions()),
     }
     for name, (old, new, options) in cases.items():
-        data = encode_delta(old, new, options).data
-        document = {
-            "old": _bundle_json(old),
-            "new": _bundle_json(new),
-            "delta": base64.b64encode(data).decode(),
-            "modes": _modes(data),
-        }
-        _write(name, document)
+        _write(name, _case(old, new, encode_delta(old, new, options).data))
+    old, new, factors = replayed()
+    data = encode_delta(old, new, replays=factors).data
+    _write("replayed", _case(old, new, data))
     old, new = edgecard_like(104, experts=2, weights=1024)
     damaged = bad(encode_delta(old, new).data)
     _write("bad", {"old": _bundle_json(old), "cases": damaged})

@@ -161,6 +161,13 @@ def test_blocks_of_an_impossible_size_are_refused(log):
         decode_chunk(RecordKind.RAW, Mode.BLOCKS, bytes(33), payload, reverse=False)
 
 
+@pytest.mark.parametrize("log", [0, 6, 9, 255])
+def test_half_blocks_of_an_impossible_size_are_refused(log):
+    payload = bytes([log]) + pack_gaps(np.array([0])) + pack_blob(b"x" * 2)
+    with pytest.raises(DeltaFormatError):
+        decode_chunk(RecordKind.CODES4, Mode.HALVES, bytes(32), payload, reverse=False)
+
+
 def test_extreme_words_survive_the_zigzag():
     old = np.array([0, 1, 2**31, 2**32 - 1, 2**31 - 1], "<u4")
     new = np.array([2**31, 0, 2**31 - 1, 0, 2**32 - 1], "<u4")

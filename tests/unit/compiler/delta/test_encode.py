@@ -9,7 +9,14 @@ import pytest
 
 from compiler.contract.errors import ContractError
 from compiler.contract.planes import Plane
-from compiler.delta import EncodeOptions, SectionBytes, encode, encode_delta
+from compiler.delta import (
+    DeltaEncodeError,
+    EncodeOptions,
+    SectionBytes,
+    encode_delta,
+    encode_pieces,
+    records,
+)
 from compiler.delta.compare import bsdiff4_size
 from tests.unit.compiler.delta.bundles import (
     assert_round_trip,
@@ -86,7 +93,7 @@ def test_it_takes_bsdiff4_where_weights_grew():
 
 
 def test_it_takes_sources_around_the_place_of_a_piece(monkeypatch):
-    monkeypatch.setattr(encode, "MAX_PIECE_SOURCE_BYTES", 900)
+    monkeypatch.setattr(encode_pieces, "MAX_PIECE_SOURCE_BYTES", 900)
     rng = np.random.default_rng(12)
     text = rng.bytes(5000)
     old = {"kernels": SectionBytes(text)}
@@ -123,14 +130,14 @@ def test_it_refuses_options_outside_the_limits(fields):
 
 def test_it_publishes_nothing_that_does_not_decode(monkeypatch):
     old, new = edgecard_like(13, experts=1, weights=1024)
-    honest = encode.encode_chunk
+    honest = records.encode_chunk
 
     def broken(kind, before, after):
         mode, payload = honest(kind, before, after[:-1] + bytes([after[-1] ^ 1]))
         return mode, payload
 
-    monkeypatch.setattr(encode, "encode_chunk", broken)
-    with pytest.raises(encode.DeltaEncodeError):
+    monkeypatch.setattr(records, "encode_chunk", broken)
+    with pytest.raises(DeltaEncodeError):
         encode_delta(old, new)
 
 

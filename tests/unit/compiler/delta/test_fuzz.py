@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from compiler.delta import EncodeOptions, SectionBytes, encode_delta
+from compiler.delta.records import Replays
+from compiler.kernels.program import CSR, TILES
 from tests.unit.compiler.delta.bundles import (
     Bundle,
     draw_codes,
@@ -17,6 +19,8 @@ from tests.unit.compiler.delta.bundles import (
     pack_codes,
     section,
 )
+from tests.unit.compiler.delta.masked import bundle, masks
+from tests.unit.compiler.delta.merged import merged
 
 
 def _case() -> tuple[Bundle, Bundle]:
@@ -34,12 +38,27 @@ def _case() -> tuple[Bundle, Bundle]:
     return old, new
 
 
-def _fuzz(tmp_path, seed: int, count: int) -> dict[str, int]:
-    old, new = _case()
-    encoded = encode_delta(old, new, EncodeOptions(chunk_bytes=1024))
-    assert {row.codec for row in encoded.report.sections} == {
-        "planes", "zstd_source", "zstd", "bsdiff4"
-    }  # fmt: skip
+def _newer_case() -> tuple[Bundle, Bundle, Replays]:
+    """The same with what version 3 has: sections that are aligned, and one that is replayed."""
+    rng = np.random.default_rng(21)
+    pairs = [masks(rng, *shape, 0.1, 2)[:2] for shape in ((TILES, 64, 512), (CSR, 64, 256))]
+    old, new, factors = merged(rng, rows=90, cols=150, rank=1, size=0.01)
+    return (
+        old | bundle([pair[0] for pair in pairs]),
+        new | bundle([pair[1] for pair in pairs]),
+        factors,
+    )
+
+
+def _fuzz(tmp_path, seed: int, count: int, *, newer: bool = False) -> dict[str, int]:
+    if newer:
+        old, new, replays = _newer_case()
+        codecs = {"planes", "planes+lowrank", "aligned", "zstd_source"}
+    else:
+        (old, new), replays = _case(), {}
+        codecs = {"planes", "zstd_source", "zstd", "bsdiff4"}
+    encoded = encode_delta(old, new, EncodeOptions(chunk_bytes=1024), replays=replays)
+    assert {row.codec for row in encoded.report.sections} == codecs
     case = {
         side: {name: base64.b64encode(part.data).decode() for name, part in bundle.items()}
         for side, bundle in (("old", old), ("new", new))
@@ -54,8 +73,9 @@ def _fuzz(tmp_path, seed: int, count: int) -> dict[str, int]:
     return json.loads(done.stdout)
 
 
-def test_it_survives_500_mutants(tmp_path):
-    seen = _fuzz(tmp_path, seed=0, count=500)
+@pytest.mark.parametrize("newer", [False, True])
+def test_it_survives_500_mutants(tmp_path, newer):
+    seen = _fuzz(tmp_path, seed=0, count=500, newer=newer)
     assert sum(seen.values()) == 500
     assert "WRONG" not in seen
     assert seen.keys() >= {
@@ -68,8 +88,9 @@ def test_it_survives_500_mutants(tmp_path):
 
 
 @pytest.mark.full
-def test_it_survives_50_000_mutants(tmp_path, record_property):
-    seen = _fuzz(tmp_path, seed=1_000_000, count=50_000)
+@pytest.mark.parametrize("newer", [False, True])
+def test_it_survives_50_000_mutants(tmp_path, record_property, newer):
+    seen = _fuzz(tmp_path, seed=1_000_000, count=50_000, newer=newer)
     for outcome, count in sorted(seen.items()):
         record_property(outcome, count)
     assert sum(seen.values()) == 50_000
