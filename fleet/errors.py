@@ -98,6 +98,12 @@ class UpdateWaitsError(ApplicationError):
     retryable: ClassVar[bool] = True
 
 
+class RetryError(ConflictError):
+    """Nothing of this rollout can be tried again now."""
+
+    code: ClassVar[str] = "fleet.retry"
+
+
 class ReportContradictsError(InvalidInputError):
     """The report says two things that cannot both be true."""
 

@@ -181,6 +181,8 @@ def assignment_sign(
     security_floor: int,
     network_policy: NetworkPolicy = NetworkPolicy.ANY,
     content_key: str = "",
+    retry_failed: bool = False,
+    confirm_deadline: int = 0,
     clock: Clock | None = None,
 ) -> bytes:
     """Return a director document that assigns `bundle` to one device, and to nobody else.
@@ -196,6 +198,8 @@ def assignment_sign(
         security_floor: Least security epoch that the device may run from now on.
         network_policy: What it may fetch on a metered network.
         content_key: Wrapped for this device, base64, if the bundle is confidential; else empty.
+        retry_failed: The device tries the bundle even if it failed there before.
+        confirm_deadline: Unix time by which it should be committed, seconds; 0 for none.
         clock: The time of signing; this machine's by default.
 
     Returns:
@@ -215,6 +219,8 @@ def assignment_sign(
         network_policy=network_policy,
         delta=_delta_offer(bundle, delta),
         content_key=content_key,
+        retry_failed=retry_failed,
+        confirm_deadline=confirm_deadline,
     )
     size, custom = len(bundle.manifest_bytes), assignment.to_json()
     target = target_file(bundle_path(bundle), size, bundle.manifest_sha256, custom)

@@ -105,6 +105,16 @@ TERMINAL_STATES: Final = frozenset(
 )
 
 
+class ReportFact(StrEnum):
+    """What a report says beside the state: a fact of its own that moves no state."""
+
+    NONE = ""
+    DENIED = "denied"  # the bundle failed here and is not tried again before it is told to
+    IN_PLACE = "in_place"  # space is short: the running bundle's own files are patched
+    UNCONFIRMED = "unconfirmed"  # the assignment's deadline passed before the bundle was committed
+    TOO_LATE = "too_late"  # the update was withdrawn when it ran already: it goes on to its end
+
+
 class OfferKind(StrEnum):
     """What an offer asks for."""
 
@@ -219,6 +229,7 @@ class UpdateReport:
             bundle.
         downloaded_bytes: Payload bytes fetched for this update so far.
         code: Error code when the state is a bad end, else empty.
+        fact: What else there is to say, if anything.
     """
 
     update_id: int
@@ -229,6 +240,7 @@ class UpdateReport:
     downloaded_bytes: int
     code: str
     message: str
+    fact: ReportFact = ReportFact.NONE
 
     def to_bytes(self) -> bytes:
         """Return the canonical JSON body."""
@@ -243,6 +255,7 @@ class UpdateReport:
                 "downloaded_bytes": self.downloaded_bytes,
                 "code": self.code,
                 "message": self.message.replace("\0", "")[:MAX_REPORT_TEXT],
+                "fact": self.fact.value,
             }
         )
 
@@ -251,7 +264,7 @@ def parse_report(data: bytes) -> UpdateReport:
     """Parse an update report.
 
     Raises:
-        ContractError: A field is missing, of the wrong type, or the state is unknown.
+        ContractError: A field is missing, of the wrong type, or the state or fact is unknown.
     """
     document = parse_object(data, limit_bytes=MAX_DOCUMENT_BYTES)
     if document.get("schema") != REPORT_SCHEMA:
@@ -268,6 +281,8 @@ def parse_report(data: bytes) -> UpdateReport:
         downloaded_bytes=integer(document, "downloaded_bytes", MAX_DOWNLOADED_BYTES),
         code=text(document, "code"),
         message=text(document, "message")[:MAX_REPORT_TEXT],
+        # Agents from before facts leave it out.
+        fact=one_of(ReportFact, document.get("fact", ""), "fact"),
     )
 
 
@@ -329,6 +344,11 @@ class Assignment:
 
     `network_policy` is said only if it is not `any`.
     `content_key` opens a confidential bundle: base64 of a key wrapped for this device, or empty.
+
+    Attributes:
+        retry_failed: Somebody decided that a bundle which failed here is tried once more.
+        confirm_deadline: Unix time, seconds: a device that has not committed by then says so; 0 for
+            none.
     """
 
     device_id: str
@@ -340,6 +360,8 @@ class Assignment:
     delta: DeltaOffer | None
     network_policy: NetworkPolicy = NetworkPolicy.ANY
     content_key: str = ""
+    retry_failed: bool = False
+    confirm_deadline: int = 0
 
     def to_json(self) -> dict[str, Json]:
         """Return the JSON form stored as `custom` of the one target."""
@@ -352,6 +374,8 @@ class Assignment:
             "kind": self.kind.value,
             "security_floor": self.security_floor,
             "delta": None if self.delta is None else self.delta.to_json(),
+            "retry_failed": self.retry_failed,
+            "confirm_deadline": self.confirm_deadline,
         }
         if self.network_policy is not NetworkPolicy.ANY:
             document["network_policy"] = self.network_policy.value
@@ -372,6 +396,9 @@ def assignment_from_json(document: Mapping[str, Json]) -> Assignment:
     if delta is not None and not isinstance(delta, Mapping):
         raise ContractError("delta must be an object or null")
     policy = document.get("network_policy", NetworkPolicy.ANY.value)
+    retry_failed = document.get("retry_failed", False)
+    if not isinstance(retry_failed, bool):
+        raise ContractError("retry_failed must be true or false")
     return Assignment(
         device_id=text(document, "device_id"),
         key_thumbprint=require_sha256(document.get("key_thumbprint"), "key_thumbprint"),
@@ -382,6 +409,8 @@ def assignment_from_json(document: Mapping[str, Json]) -> Assignment:
         delta=None if delta is None else delta_offer_from_json(delta),
         network_policy=one_of(NetworkPolicy, policy, "network policy"),
         content_key=text(document, "content_key") if "content_key" in document else "",
+        retry_failed=retry_failed,
+        confirm_deadline=optional_integer(document, "confirm_deadline") or 0,
     )
 
 

@@ -127,6 +127,11 @@ class Environment(BaseSettings):
     device_mtls: Literal["off", "required"] = Field(
         "off", description="required: devices must come through a trusted proxy with a certificate."
     )
+    confirm_s: float = Field(
+        86_400.0,
+        ge=0,
+        description="A device that has not committed so long after the offer says so; 0 = never.",
+    )
     secure_cookies: bool = Field(False, description="Set behind TLS.")
 
     @model_validator(mode="before")

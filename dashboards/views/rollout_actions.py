@@ -12,6 +12,7 @@ from builds.common.auth import Actor
 from builds.common.errors import ConflictError, InvalidInputError
 from dashboards.pages import page, sentence
 from fleet.services import rollouts as services
+from fleet.services.retries import rollout_retry
 
 MAX_REASON: Final = 500
 SERVICES: Final[Mapping[str, Callable[..., object]]] = {
@@ -22,6 +23,7 @@ SERVICES: Final[Mapping[str, Callable[..., object]]] = {
     "rollback": services.rollout_rollback,
     "cancel": services.rollout_cancel,
     "halt": services.rollout_halt,
+    "retry": rollout_retry,
 }
 DONE: Final[Mapping[str, str]] = {
     "approve": "Approved.",
@@ -31,6 +33,7 @@ DONE: Final[Mapping[str, str]] = {
     "rollback": "Rolling back: devices return to what they ran before.",
     "cancel": "Cancelled.",
     "halt": "Halted: offers stopped, open downloads are cancelled.",
+    "retry": "Offered once more to every device on which it failed.",
 }
 
 

@@ -14,6 +14,7 @@ from dashboards.pages import page, show
 from dashboards.paging import slice_below
 from dashboards.templatetags.sparsefleet import plain
 from fleet.gates import PROFILES, spec_from_stored
+from fleet.selectors.poll import INSTALL_STATES
 from fleet.selectors.rollout_lists import rollout_lines, rollout_rows, rollout_state_counts
 from fleet.selectors.rollout_page import RolloutDetail, rollout_page
 from fleet.states import RolloutState, StageState
@@ -65,6 +66,7 @@ def _detail(request: HttpRequest, actor: Actor, rollout_id: int) -> HttpResponse
         "actions": rollout_buttons(rollout, actor, reverse("rollout-detail", args=[rollout_id])),
         "held": any(card.stage.state == StageState.HELD for card in detail.stages)
         and rollout.state == RolloutState.RUNNING,
+        "can_retry": rollout.state in INSTALL_STATES and bool(detail.totals.failed),
         "is_over": rollout.state in FINAL_STATES,
         "kpis": rollout_kpis(detail),
         "strip": evidence_strip(detail.points, spec),

@@ -39,6 +39,7 @@ from fleet.selectors.listing import (
 )
 from fleet.services import rollouts as services
 from fleet.services.plans import RolloutRequest, rollout_preview
+from fleet.services.retries import rollout_retry
 from fleet.states import RolloutState, UpdateState
 
 router = Router()
@@ -49,7 +50,9 @@ State = Annotated[RolloutState | None, BeforeValidator(any_if_empty), Query(None
 Kind = Annotated[OfferKind | None, BeforeValidator(any_if_empty), Query(None)]
 OfUpdate = Annotated[UpdateState | None, BeforeValidator(any_if_empty), Query(None)]
 Looked = Annotated[Decision | None, BeforeValidator(any_if_empty), Query(None)]
-ActionName = Literal["approve", "start", "pause", "resume", "halt", "cancel", "rollback", "promote"]
+ActionName = Literal[
+    "approve", "start", "pause", "resume", "halt", "cancel", "rollback", "promote", "retry"
+]
 _ACTIONS: Final[Mapping[str, Callable[[Actor, int, str], Rollout]]] = {
     "approve": lambda actor, pk, _: services.rollout_approve(actor=actor, rollout_id=pk),
     "start": lambda actor, pk, _: services.rollout_start(actor=actor, rollout_id=pk),
@@ -71,6 +74,7 @@ _ACTIONS: Final[Mapping[str, Callable[[Actor, int, str], Rollout]]] = {
     "promote": lambda actor, pk, reason: services.rollout_promote(
         actor=actor, rollout_id=pk, reason=reason
     ),
+    "retry": lambda actor, pk, reason: rollout_retry(actor=actor, rollout_id=pk, reason=reason),
 }
 
 

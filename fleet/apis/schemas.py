@@ -141,6 +141,11 @@ class UpdateOut(Schema):
     offered_at: datetime | None
     activated_at: datetime | None
     finished_at: datetime | None
+    retry_failed: bool = Field(..., description="The device was told to try again what failed.")
+    denied_at: datetime | None = Field(..., description="It will not try the bundle by itself.")
+    unconfirmed_at: datetime | None = Field(..., description="Not committed by the deadline.")
+    too_late_at: datetime | None = Field(..., description="It ran when it was withdrawn.")
+    regressed_at: datetime | None = Field(..., description="It left the bundle after success.")
 
     @staticmethod
     def resolve_version(row: Update) -> str:

@@ -11,6 +11,13 @@ from fleet.networks import DEFAULT_WAIT_S
 from fleet.states import OPEN_STATES, RolloutState, StageState, UpdateState
 
 ARMS = [("treatment", "treatment"), ("control", "control")]
+# Column of a fact beside the state of an update, and the words for it.
+FACTS = (
+    ("denied_at", "not tried again by itself"),
+    ("unconfirmed_at", "unconfirmed at its deadline"),
+    ("too_late_at", "too late to withdraw"),
+    ("regressed_at", "left the bundle later"),
+)
 
 
 class FleetVersion(models.Model):
@@ -188,6 +195,11 @@ class Update(models.Model):
     `is_offerable` is false while an install waits for its delta. `waits_for` says why the device
     was told to wait when it last asked, empty if it was not. `activated_at` is set when the device
     first said that it switches to the bundle: from then on it counts as exposed.
+    With `retry_failed` the device is told to try a bundle again that failed there before.
+
+    Facts beside the state: `denied_at`, the device will not try the bundle again by itself;
+    `unconfirmed_at`, it had not committed by the deadline; `too_late_at`, it ran the bundle when
+    the update was withdrawn; `regressed_at`, it ran another bundle after it had succeeded.
     """
 
     device = models.ForeignKey(Device, on_delete=models.CASCADE, related_name="updates")
@@ -206,6 +218,7 @@ class Update(models.Model):
     seq = models.PositiveBigIntegerField(default=0)
     is_offerable = models.BooleanField(default=False)
     waits_for = models.CharField(max_length=200, blank=True)
+    retry_failed = models.BooleanField(default=False)
     used_delta = models.BooleanField(default=False)
     downloaded_bytes = models.BigIntegerField(default=0)
     code = models.CharField(max_length=64, blank=True)
@@ -215,6 +228,10 @@ class Update(models.Model):
     activated_at = models.DateTimeField(null=True, blank=True)
     reported_at = models.DateTimeField(null=True, blank=True)
     finished_at = models.DateTimeField(null=True, blank=True)
+    denied_at = models.DateTimeField(null=True, blank=True)
+    unconfirmed_at = models.DateTimeField(null=True, blank=True)
+    too_late_at = models.DateTimeField(null=True, blank=True)
+    regressed_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
         ordering = ("-pk",)
@@ -236,6 +253,11 @@ class Update(models.Model):
     def __str__(self) -> str:
         return f"update {self.pk}"
 
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Return what is known beside the state, in words."""
+        return tuple(words for column, words in FACTS if getattr(self, column) is not None)
+
 
 class UpdateTransition(TransitionBase):
     """One recorded state change of an update."""
@@ -254,6 +276,7 @@ class UpdateReportRow(models.Model):
     downloaded_bytes = models.BigIntegerField(default=0)
     code = models.CharField(max_length=64, blank=True)
     message = models.TextField(blank=True)
+    fact = models.CharField(max_length=32, blank=True)
     was_applied = models.BooleanField()
     at = models.DateTimeField()
 

@@ -7,6 +7,7 @@ import re
 from datetime import datetime
 from typing import Final
 
+from django.conf import settings
 from django.db import transaction
 from django.db.models import F
 
@@ -127,6 +128,8 @@ def _signed(
         content_key=content_key_wrap(
             bundle=update.bundle, device_id=device.device_id, seal_key=bytes(device.seal_key)
         ),
+        retry_failed=update.retry_failed,
+        confirm_deadline=_confirm_deadline(update, now),
         clock=clock,
     )
 
@@ -166,6 +169,13 @@ def _usable_delta(update: Update) -> Delta | None:
     if delta is None or delta.state != DeltaState.READY:
         return None
     return delta if delta.base_id == update.device.running_bundle_id else None
+
+
+def _confirm_deadline(update: Update, now: datetime) -> int:
+    """Return when the device should have committed: the same for every question, Unix time."""
+    within_s = settings.SPARSEFLEET.confirm_s
+    begun = update.offered_at or now
+    return int(begun.timestamp() + within_s) if within_s else 0
 
 
 def _security_floor(update: Update) -> int:

@@ -192,12 +192,15 @@ def _fresh(stage: Stage) -> tuple[int, int]:
 
 def _installs(where: Q, rollout: Rollout, answering: int) -> InstallCounts:
     rows = Update.objects.filter(where, rollout=rollout, kind=OfferKind.INSTALL.value)
-    states = list(rows.exclude(state__in=WITHDRAWN_STATES).values_list("state", flat=True))
+    rows = rows.exclude(state__in=WITHDRAWN_STATES)
+    ends = list(rows.values_list("state", "regressed_at"))
+    left = sum(regressed_at is not None for _, regressed_at in ends)
+    states = [state for state, _ in ends]
     return InstallCounts(
         enrolled=len(states),
         reached=sum(state != UpdateState.QUEUED for state in states),
-        succeeded=states.count(UpdateState.SUCCEEDED.value),
-        failed=sum(state in FAILED_STATES for state in states),
+        succeeded=states.count(UpdateState.SUCCEEDED.value) - left,
+        failed=sum(state in FAILED_STATES for state in states) + left,
         answering=answering,
     )
 

@@ -1,19 +1,21 @@
 """Reports about updates: every one is kept, the newest by (attempt, seq) moves the state.
 
 A report may come late, twice, out of order, or after the end; none of that may move a state back or
-leave a terminal state. What the device runs is a fact of its own and is taken from the newest
-report of its newest update.
+leave a terminal state. Facts beside the state are kept on the update whenever they come. What the
+device runs is a fact of its own and is taken from the newest report of its newest update.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, Final
 
 from builds.common.clock import Clock, SystemClock
 from builds.common.enqueue import Task, enqueue
 from builds.common.errors import IllegalTransitionError, InvalidInputError, NotFoundError
 from builds.common.transitions import apply_transition
-from compiler.contract.protocol import TERMINAL_STATES, UpdateReport, UpdateState
+from compiler.contract.protocol import TERMINAL_STATES, ReportFact, UpdateReport, UpdateState
 from fleet.errors import ReportContradictsError
 from fleet.models import Device, Update, UpdateReportRow, UpdateTransition
 from fleet.services.running import device_runs
@@ -21,6 +23,16 @@ from fleet.services.versions import fleet_atomic, fleet_version_bump
 from fleet.states import ACTIVATED_STATES, REPORT_EVENTS, UPDATE_TRANSITIONS
 
 MAX_CODE: Final = 64
+# States in which the bundle of the update runs, so that it is too late to withdraw it.
+RAN_STATES: Final = frozenset((UpdateState.PROBATION, UpdateState.SUCCEEDED))
+# Column that keeps a fact; a fact without one is in the report only.
+FACT_COLUMNS: Final[Mapping[ReportFact, str]] = MappingProxyType(
+    {
+        ReportFact.DENIED: "denied_at",
+        ReportFact.UNCONFIRMED: "unconfirmed_at",
+        ReportFact.TOO_LATE: "too_late_at",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +75,35 @@ def update_report(
             "downloaded_bytes": report.downloaded_bytes,
             "code": report.code[:MAX_CODE],
             "message": report.message,
+            "fact": report.fact.value,
             "was_applied": False,
             "at": now,
         },
     )
     if not is_new:
         return ReportOutcome(UpdateState(update.state), was_new=False, was_applied=row.was_applied)
+    _note_facts(update, report, now)
     is_newest = (report.attempt, report.seq) > _last_place(update, row)
     if is_newest:
         _note_running(update, report, now)
     row.was_applied = is_newest and _apply(update, report, now)
     row.save(update_fields=["was_applied"])
     return ReportOutcome(UpdateState(update.state), was_new=True, was_applied=row.was_applied)
+
+
+def _note_facts(update: Update, report: UpdateReport, now: datetime) -> None:
+    """Keep what the report says beside its state; the first time counts."""
+    column = FACT_COLUMNS.get(report.fact)
+    columns = {} if column is None else {column: now}
+    if update.state == UpdateState.CANCELLED and report.state in RAN_STATES:
+        columns["too_late_at"] = now
+    if update.activated_at is None and report.state in ACTIVATED_STATES:
+        columns["activated_at"] = now
+    for name, at in columns.items():
+        if getattr(update, name) is None:
+            setattr(update, name, at)
+    if columns:
+        update.save(update_fields=sorted(columns))
 
 
 def _require_sense(update: Update, report: UpdateReport) -> None:
@@ -138,8 +167,6 @@ def _end_columns(update: Update, report: UpdateReport, now: datetime) -> dict[st
     columns: dict[str, Any] = {"code": report.code[:MAX_CODE], "message": report.message}
     if update.offered_at is None:
         columns["offered_at"] = now
-    if update.activated_at is None and report.state in ACTIVATED_STATES:
-        columns["activated_at"] = now
     if report.state in TERMINAL_STATES:
         columns["finished_at"] = now
     return columns

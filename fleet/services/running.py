@@ -12,9 +12,11 @@ from datetime import datetime
 from django.db import transaction
 from django.db.models import Exists, F, OuterRef, Q
 
+from builds.common.enqueue import Task, enqueue
 from builds.models import Bundle
+from compiler.contract.protocol import UpdateState
 from fleet.clones import Sighting, Trail
-from fleet.models import Device, Heartbeat, Update
+from fleet.models import Device, Heartbeat, Update, UpdateTransition
 from fleet.services.clones import clones_quarantine, trails_after
 
 BATCH = 2_000
@@ -133,4 +135,27 @@ def device_runs(*, device_pk: int, manifest_sha256: str, at: datetime) -> bool:
         running_manifest_sha256=manifest_sha256,
         running_at=at,
     )
+    if changed:
+        _note_regression(device_pk, bundle, at)
     return changed == 1
+
+
+def _note_regression(device_pk: int, bundle: Bundle | None, at: datetime) -> None:
+    """Note that a device left the bundle of its newest update after that had succeeded.
+
+    The update stays succeeded: a regression is a fact of its own.
+    """
+    newest = Update.objects.filter(device_id=device_pk).order_by("-pk").first()
+    if newest is None or newest.state != UpdateState.SUCCEEDED or newest.regressed_at is not None:
+        return
+    if bundle is None or bundle.pk != newest.bundle_id:
+        Update.objects.filter(pk=newest.pk).update(regressed_at=at)
+        UpdateTransition.objects.create(
+            subject=newest,
+            old=newest.state,
+            event="regressed",
+            new=newest.state,
+            actor=f"device:{device_pk}",
+            reason="it runs another bundle" if bundle else "it runs no bundle that is known here",
+        )
+        enqueue(Task.ROLLOUT_LOOK, rollout_id=newest.rollout_id)

@@ -82,6 +82,8 @@ class Update:
     attempt: int = 1
     delta: DeltaOffer | None = None
     security_floor: int = 0
+    retry_failed: bool = False
+    confirm_deadline: int = 0
     live: bool = True
     reports: list[UpdateReport] = field(default_factory=list)
 
@@ -118,6 +120,7 @@ class ReleaseServer:
         self.networks: list[str] = []
         self.requests: list[tuple[str, str]] = []
         self.batches: dict[tuple[str, str, int], TelemetryBatch] = {}
+        self.posts: list[tuple[int, int, bytes]] = []
         self.sent_bytes: dict[str, int] = {}
         self.assignment_seq = 0
         self.poll_after_s = 0.05
@@ -303,6 +306,8 @@ class ReleaseServer:
             "kind": update.kind,
             "security_floor": update.security_floor,
             "delta": update.delta,
+            "retry_failed": update.retry_failed,
+            "confirm_deadline": update.confirm_deadline,
         }
         assignment = Assignment(**{**values, **changes})
         return self.director.assign(assignment, update.bundle.path, update.bundle.manifest_bytes)
@@ -327,6 +332,7 @@ class ReleaseServer:
         report = parse_report(request.body)
         update = self.updates[report.update_id]
         with self._lock:
+            self.posts.append((report.update_id, report.seq, request.body))
             if not any(known.seq == report.seq for known in update.reports):
                 update.reports.append(report)
         return Answer(204)
