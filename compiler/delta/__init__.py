@@ -6,6 +6,14 @@ pieces; nothing that a device runs needs it.
 
 from compiler.delta.apply import AppliedReport, SectionResult, apply_delta, verify_sections
 from compiler.delta.encode import EncodedDelta, encode_delta, write_delta
+from compiler.delta.in_place import (
+    SLOT_BYTES,
+    ChunkJournal,
+    InPlaceReport,
+    Place,
+    chunk_extent,
+    patch_in_place,
+)
 from compiler.delta.records import DeltaEncodeError, EncodeOptions
 from compiler.delta.report import DeltaReport, SectionReport
 from compiler.delta.sections import (
@@ -18,13 +26,17 @@ from compiler.delta.sections import (
 )
 
 __all__ = [
+    "SLOT_BYTES",
     "AppliedReport",
     "Base",
+    "ChunkJournal",
     "DeltaEncodeError",
     "DeltaReport",
     "EncodeOptions",
     "EncodedDelta",
+    "InPlaceReport",
     "MemorySections",
+    "Place",
     "SectionBytes",
     "SectionFile",
     "SectionReport",
@@ -32,7 +44,9 @@ __all__ = [
     "SectionSource",
     "Sink",
     "apply_delta",
+    "chunk_extent",
     "encode_delta",
+    "patch_in_place",
     "verify_sections",
     "write_delta",
 ]
