@@ -2,8 +2,10 @@
 
 State folder:
 
-    identity/   device key, enrolment record        trust/    pinned roots, ngclient cache, floors
+    identity/   device key, enrolment record        trust/    pinned roots, ngclient cache, floors,
+                                                              bundles that failed here
     objects/    sections and manifests by digest    partial/  objects being written
+    patching/   objects being patched in place
     slots/      which bundle runs                   journal   the update in progress
     spool/      telemetry batches                   run/      lock and status, not durable
 """
@@ -21,6 +23,7 @@ from device_agent.machine import Facts, Step, StepResult, UpdateMachine, describ
 from device_agent.ports import Ports
 from device_agent.runtime.host import SessionHost
 from device_agent.states import State
+from device_agent.storage.denied import DenyList
 from device_agent.storage.floors import FloorStore
 from device_agent.storage.guard import FolderLock
 from device_agent.storage.journal import Journal
@@ -34,6 +37,7 @@ from device_agent.update.context import UpdateContext
 from device_agent.update.fetch import Fetcher
 from device_agent.update.install import InstallSteps
 from device_agent.update.loop import Poller, UpdateLoop
+from device_agent.update.low_space import LowSpace
 from device_agent.update.opening import Opener
 from device_agent.update.probation import STUCK_TIMEOUTS, Probation
 from device_agent.update.rules import RulesWatch
@@ -71,10 +75,15 @@ class Agent:
         self.slots.load()
         self.trust = TrustFolder(disk, folder / "trust")
         self.floors = FloorStore(disk, folder / "trust")
+        self.denied = DenyList(disk, folder / "trust", config.denied_s, self.unix_time)
         self.http = HttpClient(config, clock, self.ports.transport)
         self.keys = DeviceKeys(disk, folder / "identity")
         self.api = DeviceApi(self.http, self.keys, clock)
         self.engine = self.ports.engine(self.store, config)
+        self.patcher = self.ports.patcher(self.store, disk, config)
+        self.low_space = LowSpace(
+            disk, folder, self.patcher, is_allowed=config.patch_in_place == "on"
+        )
         self.host = SessionHost(STUCK_TIMEOUTS * config.answer_timeout_s)
         self.counters = Counters()
         self.spool = Spool(disk, folder / "spool", config.max_spool_batches)
@@ -86,6 +95,10 @@ class Agent:
         self.machine: UpdateMachine | None = None
         self.loop: UpdateLoop | None = None
         self.rules: RulesWatch | None = None
+
+    def unix_time(self) -> int:
+        """Return the time, never before that of the last verified metadata, seconds."""
+        return int(self.floors.time(self.ports.clock.now()).timestamp())
 
     @property
     def key(self) -> DeviceKey:
@@ -141,12 +154,13 @@ class Agent:
         machine = self._machine(verifier)
         self.machine, self.loop = (
             machine,
-            UpdateLoop(machine, self.poller, self.api, self.ports.clock),
+            UpdateLoop(machine, self.poller, self.api, self.ports.clock, self.unix_time),
         )
         if self.slots.was_damaged:
             log.warning("the slot table is damaged; beginning without a bundle")
-        error = self._start_current()
         context = machine.context
+        self._settle_patching(machine)
+        error = self._start_current()
         if context is not None:
             machine.resume(slot_fact(self.slots, context.manifest_sha256), error)
         if machine.state is State.ROLLING_BACK:
@@ -166,6 +180,9 @@ class Agent:
         """Load the bundle of the active slot; return why a trial has to be given up."""
         table = self.slots.table
         if table.current is None:
+            return None
+        if self.low_space.blocks(table.current):
+            log.warning("the bundle %s is being patched: nothing answers", table.current.version)
             return None
         if table.on_trial:
             starts = self.slots.count_start()
@@ -197,6 +214,22 @@ class Agent:
         self.slots.revert()
         self.host.swap(answerer)
         log.warning("running %s again", other.version)
+
+    def _settle_patching(self, machine: UpdateMachine) -> None:
+        """End patching in place that no update knows of: back, or kept if the new bundle runs."""
+        job, context = self.low_space.job, machine.context
+        if job is None:
+            return
+        is_known = machine.state is not State.IDLE and context is not None
+        if is_known and context is not None and context.manifest_sha256 == job.new_sha256:
+            return
+        current = self.slots.table.current
+        if current is not None and current.manifest_sha256 == job.new_sha256:
+            self.slots.commit()
+            self.slots.drop_other()
+            self.low_space.keep()
+        else:
+            self.low_space.restore()
 
     def _settle_orphan_trial(self) -> None:
         """End a trial that no journal knows of: back to what is known to run, if there is such."""
@@ -250,9 +283,14 @@ class Agent:
             disk=self.ports.disk,
             store=self.store,
             slots=self.slots,
+            denied=self.denied,
             verifier=verifier,
             fetcher=Fetcher(self.api, self.store, self.config, clock),
             opener=Opener(self.store, self.keys.seal, lambda: self.api.device_id),
+            patcher=self.patcher,
+            low_space=self.low_space,
+            keeps_in_memory=self.engine.keeps_in_memory,
+            stop_answering=lambda: self.host.swap(None),
             require_wanted=self.poller.watch.require_wanted,
         )
 
@@ -262,9 +300,11 @@ class Agent:
             store=self.store,
             slots=self.slots,
             floors=self.floors,
+            denied=self.denied,
             engine=self.engine,
             host=self.host,
             probation_watch=self.probation,
+            low_space=self.low_space,
             require_wanted=self.poller.watch.require_wanted_now,
         )
 

@@ -21,6 +21,7 @@ from device_agent.runtime.threads import require_threads
 
 ENVIRONMENT_PREFIX: Final = "SPARSEFLEET_AGENT_"
 STEERING: Final = ("auto", "off")
+SWITCH: Final = ("off", "on")
 ISA_LEVELS: Final = ("", "x86-64-v1", "x86-64-v2", "x86-64-v3")
 
 
@@ -55,9 +56,16 @@ class AgentConfig:
         probation_deadline_s: Probation without enough answers ends as a failure after this.
         answer_timeout_s: An answer that takes longer counts as a failure.
         self_test_timeout_s: The child that runs the self-test is killed after this.
+        denied_s: A bundle that failed here is not tried again for so long, twice as long after each
+            further failure, unless the server orders a retry; 0 = it may be tried at once.
         activation_tries: Starts that a bundle on probation is granted.
         max_store_bytes: Most bytes of sections kept on the device.
         reserve_bytes: Free space that is never used.
+        patch_in_place: `on` = where space is too short for the new sections beside the old, the old
+            ones are patched: the bundle before the running one is dropped, and the running one
+            cannot be loaded again until the update has ended. `off` = such an update fails.
+        patch_timeout_s: The process that applies a delta is killed after this.
+        patch_memory_bytes: What it may allocate.
         connect_timeout_s, read_timeout_s: Limits of one network operation.
         request_deadline_s: Limit of one small request, answer included.
         download_deadline_s: Limit of one section.
@@ -107,9 +115,13 @@ class AgentConfig:
     probation_deadline_s: float = 600.0
     answer_timeout_s: float = 10.0
     self_test_timeout_s: float = 60.0
+    denied_s: float = 604_800.0
     activation_tries: int = 3
     max_store_bytes: int = 8 << 30
     reserve_bytes: int = 16 << 20
+    patch_in_place: str = SWITCH[0]
+    patch_timeout_s: float = 600.0
+    patch_memory_bytes: int = 128 << 20
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 10.0
     request_deadline_s: float = 30.0
@@ -260,12 +272,14 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "isa_limit": ISA_LEVELS,
     "network": tuple(item.value for item in Network),
     "steering": STEERING,
+    "patch_in_place": SWITCH,
 }
 _NOT_NEGATIVE: Final = (
     "poll_s",
     "questions_per_s",
     "probation_s",
     "probation_answers",
+    "denied_s",
     "reserve_bytes",
     "max_weight_bytes",
     "min_rate_bytes_s",
@@ -279,6 +293,8 @@ _POSITIVE: Final = (
     "self_test_timeout_s",
     "activation_tries",
     "max_store_bytes",
+    "patch_timeout_s",
+    "patch_memory_bytes",
     "connect_timeout_s",
     "read_timeout_s",
     "request_deadline_s",

@@ -86,6 +86,12 @@ class BundleError(AgentError):
     code: ClassVar[str] = "agent.bundle"
 
 
+class DamagedError(BundleError):
+    """An object of a bundle is missing or changed on this disk: no fault of the bundle."""
+
+    code: ClassVar[str] = "agent.damaged"
+
+
 # --- network ---
 
 
@@ -253,6 +259,12 @@ class IncompatibleError(AgentError):
     ends_as: ClassVar[UpdateState] = UpdateState.REJECTED
 
 
+class DeniedError(IncompatibleError):
+    """The bundle failed here before: it is tried again when it expires or when somebody says so."""
+
+    code: ClassVar[str] = "agent.denied"
+
+
 class EpochError(IncompatibleError):
     """The bundle is below the security floor of this device."""
 
@@ -266,6 +278,12 @@ class DeltaUnusableError(AgentError):
     """The delta does not make the sections it promised: they are fetched whole instead."""
 
     code: ClassVar[str] = "agent.delta"
+
+
+class PatchProcessError(DeltaUnusableError):
+    """The process that applied the delta died, hung or ran into a limit."""
+
+    code: ClassVar[str] = "agent.patch_process"
 
 
 class SelfTestFailedError(AgentError):

@@ -12,11 +12,12 @@ from typing import Final
 
 from compiler.contract.canonical import Json
 from compiler.contract.errors import ContractError
-from compiler.contract.protocol import Offer, UpdateReport, UpdateState, parse_report
+from compiler.contract.protocol import Offer, ReportFact, UpdateReport, UpdateState, parse_report
 from device_agent.errors import AgentError, CrashLoopError, DiskFullError, ProtocolError
 from device_agent.states import (
     MUST_FINISH,
     REPORTS,
+    WIRE_STATES,
     Event,
     SlotFact,
     State,
@@ -24,6 +25,7 @@ from device_agent.states import (
     resumed_state,
 )
 from device_agent.storage.journal import Journal, Record
+from device_agent.update.blame import speaks_against
 from device_agent.update.context import UpdateContext, context_from_json, context_of
 
 log = logging.getLogger("device_agent.update")
@@ -101,7 +103,8 @@ class UpdateMachine:
         if self._state is State.IDLE or context is None:
             return
         if error is not None and self._state in (State.ACTIVATING, State.PROBATION):
-            self._move(Event.ERROR, context.failed(error, ran=True))
+            is_denied = speaks_against(error, self._state, context)
+            self._move(Event.ERROR, context.failed(error, ran=True, is_denied=is_denied))
             return
         state = resumed_state(self._state, fact)
         if state is not self._state:
@@ -122,6 +125,13 @@ class UpdateMachine:
         if context is None or context.outcome is None or self._pending:
             return
         self._enter(self._state, "repeat", context, (context.outcome,))
+
+    def tell(self, fact: ReportFact, message: str) -> None:
+        """Report a fact about the update in progress, once; nothing while there is none."""
+        context, state = self._context, WIRE_STATES.get(self._state)
+        if context is None or state is None or context.has_told(fact):
+            return
+        self._enter(self._state, fact.value, context.telling(fact), (state,), (fact, message))
 
     def fail(self, error: AgentError) -> None:
         """Stop the update in a state in which the table lets an error stop it."""
@@ -167,18 +177,27 @@ class UpdateMachine:
         self._journal.close()
 
     def _failed(self, context: UpdateContext, error: AgentError) -> UpdateContext:
-        return context.failed(error, ran=self._state is State.PROBATION)
+        return context.failed(
+            error,
+            ran=self._state is State.PROBATION,
+            is_denied=speaks_against(error, self._state, context),
+        )
 
     def _move(self, event: Event, context: UpdateContext) -> None:
         state = next_state(self._state, event)
         self._enter(state, event.value, replace(context, resumes=0), _reported(state, context))
 
     def _enter(
-        self, state: State, event: str, context: UpdateContext, states: Sequence[UpdateState]
+        self,
+        state: State,
+        event: str,
+        context: UpdateContext,
+        states: Sequence[UpdateState],
+        said: tuple[ReportFact, str] = (ReportFact.NONE, ""),
     ) -> None:
         """Journal a state with the reports it causes, then adopt it."""
         context = replace(context, seq=context.seq + len(states))
-        fresh = self._reports(states, context)
+        fresh = self._reports(states, context, said)
         pending = [*self._pending, *fresh][-MAX_PENDING_REPORTS:]
         if self._journal.size_bytes > COMPACT_BYTES:
             self._journal.replace([_record(state, event, context, pending)])
@@ -189,9 +208,12 @@ class UpdateMachine:
             log.info("update %d: %s -> %s%s", context.update_id, self._state, state, outcome)
         self._state, self._context, self._pending = state, context, pending
 
-    def _reports(self, states: Sequence[UpdateState], context: UpdateContext) -> list[UpdateReport]:
+    def _reports(
+        self, states: Sequence[UpdateState], context: UpdateContext, said: tuple[ReportFact, str]
+    ) -> list[UpdateReport]:
         first = context.seq - len(states) + 1
         final = context.outcome
+        ending = (context.end_fact, context.message)
         return [
             UpdateReport(
                 update_id=context.update_id,
@@ -201,9 +223,11 @@ class UpdateMachine:
                 running_manifest_sha256=self._facts.running_sha256(),
                 downloaded_bytes=self._facts.fetched_bytes(context),
                 code=context.code if state == final else "",
-                message=context.message if state == final else "",
+                message=message,
+                fact=fact,
             )
             for position, state in enumerate(states)
+            for fact, message in (ending if state == final else said,)
         ]
 
     def _replay(self, record: Record) -> None:

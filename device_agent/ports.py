@@ -21,6 +21,7 @@ from device_agent.runtime.rule_book import RuleBook
 from device_agent.runtime.weights import WeightPool
 from device_agent.storage.disk import Disk
 from device_agent.storage.objects import ObjectStore
+from device_agent.update.patching import PatcherFactory, process_patcher
 
 EngineFactory = Callable[[ObjectStore, AgentConfig], Engine]
 Checkpoint = Callable[[str], None]
@@ -95,5 +96,6 @@ class Ports:
     disk: Disk = field(default_factory=Disk)
     transport: httpx.BaseTransport | None = None
     engine: EngineFactory = native_engine
+    patcher: PatcherFactory = process_patcher
     fingerprint: Callable[[AgentConfig], Fingerprint] = probe_this_machine
     checkpoint: Checkpoint = no_checkpoint

@@ -84,9 +84,18 @@ REPORTS: Final[Mapping[State, tuple[UpdateState, ...]]] = MappingProxyType(
     }
 )
 
+# What a report beside the table says where the device is: the last state that was reported.
+WIRE_STATES: Final[Mapping[State, UpdateState]] = MappingProxyType(
+    {
+        **{state: reported[-1] for state, reported in REPORTS.items()},
+        State.STAGING: UpdateState.APPLYING,
+        State.COMMITTING: UpdateState.PROBATION,
+    }
+)
+
 # Steps that an error cannot stop: they are tried again until they succeed.
 MUST_FINISH: Final = frozenset((State.COMMITTING, State.ROLLING_BACK, State.CLEANING))
-# Steps after which nothing of the update may run: the server may withdraw it until then.
+# States in which nothing of the update may run yet: the server may withdraw it until then.
 CANCELLABLE: Final = frozenset((State.VERIFYING, State.DOWNLOADING, State.APPLYING, State.STAGING))
 
 

@@ -6,14 +6,17 @@ Works beside a running agent: every file it reads is replaced whole or appended 
 import json
 import os
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from compiler.contract.errors import ContractError
+from device_agent.clock import SystemClock
 from device_agent.config import AgentConfig
 from device_agent.enrolment import load_enrolment
 from device_agent.errors import AgentError
 from device_agent.states import State
+from device_agent.storage.denied import DenyList
 from device_agent.storage.disk import Disk
 from device_agent.storage.floors import FloorStore
 from device_agent.storage.journal import MAX_JOURNAL_BYTES, read_records
@@ -22,6 +25,7 @@ from device_agent.update.context import UpdateContext, context_from_json
 
 LIVE_FILE: Final = "run/status.json"
 MAX_LIVE_BYTES: Final = 64 * 1024
+SHORT_DIGITS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ def read_status(config: AgentConfig) -> Status:
     document["other_slot"] = _bundle(table.other)
     document["update"] = _update(disk, folder / "journal")
     document["floors"] = _floors(disk, folder / "trust", is_enrolled=document["enrolled"])
+    document["denied"] = _denied(config)
     document["live"] = _live(disk, folder / LIVE_FILE)
     return Status(document)
 
@@ -122,6 +127,26 @@ def _floors(disk: Disk, folder: Path, *, is_enrolled: bool) -> dict[str, Any]:
         "assignment_seq": floors.assignment_seq,
         "security_floor": floors.security_floor,
         "release_seq_high": floors.release_seq_high,
+    }
+
+
+def _denied(config: AgentConfig) -> dict[str, Any]:
+    """Return the bundles that failed here and are not tried, by the first digits of their names."""
+    folder, disk = config.state_dir / "trust", Disk()
+    floors = FloorStore(disk, folder)
+    listed = DenyList(
+        disk, folder, config.denied_s, lambda: int(floors.time(SystemClock().now()).timestamp())
+    )
+    return {
+        entry.manifest_sha256[:SHORT_DIGITS]: {
+            "version": entry.version,
+            "code": entry.code,
+            "message": entry.message,
+            "count": entry.count,
+            "assignment_seq": entry.assignment_seq,
+            "until": datetime.fromtimestamp(entry.until_s, UTC).isoformat(),
+        }
+        for entry in listed.entries
     }
 
 

@@ -37,6 +37,10 @@ class Engine(Protocol):
     def rules(self) -> RuleBook:
         """When a bundle does less."""
 
+    @property
+    def keeps_in_memory(self) -> bool:
+        """Whether a bundle that runs needs its objects no more."""
+
     def self_test(self, pointer: Pointer) -> None:
         """Check that the bundle computes here what it computed at its birth.
 
@@ -82,6 +86,11 @@ class NativeEngine:
     tdp_w: float = 0.0
     energy: EnergyModel = UNVERIFIED
     steers: bool = True
+
+    @property
+    def keeps_in_memory(self) -> bool:
+        """Whether all weights are in memory, so that the objects may change; see `Engine`."""
+        return not self.weights.budget_bytes
 
     def self_test(self, pointer: Pointer) -> None:
         """Run the self-test in a child; see `Engine`."""

@@ -24,7 +24,7 @@ from compiler.contract.pool_abi import HEAT_ONE, NO_GROUP, PoolKnob
 from compiler.contract.pool_plan import PoolPlan, expert_place, external, internal
 from compiler.contract.pooled_weights import PooledWeights
 from compiler.contract.router_stats import PER_MILLE, parse_router_stats
-from device_agent.errors import BundleError
+from device_agent.errors import DamagedError
 from device_agent.probe import sensors
 from device_agent.runtime.hotset import HotSetFile
 
@@ -88,7 +88,7 @@ def pooled_weights(
             each is.
 
     Raises:
-        BundleError: An expert is missing or damaged; the damaged one was dropped.
+        DamagedError: An expert is missing or damaged; the damaged one was dropped.
         NativeError: The kernels have no pools, or the system gives no memory or descriptors.
     """
     require_files(len(layout.experts))
@@ -104,7 +104,7 @@ def pooled_weights(
     except ExpertDamagedError as error:
         section = sections[layout.experts[error.number].name]
         source.forget(section)
-        raise BundleError(f"object {section.sha256[:16]} is damaged and was dropped") from error
+        raise DamagedError(f"object {section.sha256[:16]} is damaged and was dropped") from error
 
 
 def with_statistics(

@@ -83,6 +83,11 @@ class Disk:
         with disk_errors(f"rename {source.name}"):
             source.replace(target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name."""
+        with disk_errors(f"link {source.name}"):
+            target.hardlink_to(source)
+
     def remove(self, path: Path) -> None:
         """Remove a file if it is there."""
         with disk_errors(f"remove {path.name}"):

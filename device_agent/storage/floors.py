@@ -135,6 +135,13 @@ class FloorStore:
             hint="it keeps answering; to update again: enrol --accept-state-loss",
         )
 
+    def time(self, now: datetime) -> datetime:
+        """Return the later of a clock and its floor; the clock when the floors are lost."""
+        try:
+            return effective_time(now, self.load())
+        except StateLostError:
+            return now
+
     def save(self, floors: Floors) -> None:
         """Make `floors` durable."""
         self._document.save(floors.to_json())

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Final
 
 from compiler.contract.canonical import SHA256_PATTERN
-from device_agent.errors import BundleError, ContentError, DiskError, DiskFullError, OversizedError
+from device_agent.errors import (
+    BundleError,
+    ContentError,
+    DamagedError,
+    DiskError,
+    DiskFullError,
+    OversizedError,
+)
 from device_agent.storage.disk import Disk, OpenFile, disk_errors
 
 HASH_BLOCK_BYTES: Final = 1 << 20
@@ -38,8 +45,8 @@ class ObjectStore:
         self._disk = disk
         self._objects = folder / "objects"
         self._partial = folder / "partial"
-        self._max_bytes = max_bytes
-        self._reserve_bytes = reserve_bytes
+        self.max_bytes: Final = max_bytes
+        self.reserve_bytes: Final = reserve_bytes
         disk.make_dir(self._objects)
         disk.make_dir(self._partial)
 
@@ -86,13 +93,13 @@ class ObjectStore:
             DiskFullError: The quota or the reserve would be touched.
         """
         used = self.used_bytes()
-        if used + size_bytes > self._max_bytes:
+        if used + size_bytes > self.max_bytes:
             raise DiskFullError(
-                f"{size_bytes} bytes are needed, {max(0, self._max_bytes - used)} are left of the "
-                f"quota of {self._max_bytes}",
+                f"{size_bytes} bytes are needed, {max(0, self.max_bytes - used)} are left of the "
+                f"quota of {self.max_bytes}",
                 hint="raise max_store_bytes",
             )
-        free = self._disk.free_bytes(self._objects) - self._reserve_bytes
+        free = self._disk.free_bytes(self._objects) - self.reserve_bytes
         if size_bytes > free:
             raise DiskFullError(
                 f"{size_bytes} bytes are needed, {max(0, free)} are free",
@@ -136,13 +143,13 @@ class ObjectStore:
         The bytes hashed are the bytes returned: the file is opened once.
 
         Raises:
-            BundleError: It is missing, of another length, or damaged; a damaged one is removed.
+            DamagedError: It is missing, of another length, or damaged; a damaged one is removed.
         """
         view = self._map(sha256, size_bytes)
         if hashlib.sha256(view).hexdigest() != sha256:
             view.release()
             self.forget(sha256)
-            raise BundleError(f"object {sha256[:16]} is damaged and was dropped")
+            raise DamagedError(f"object {sha256[:16]} is damaged and was dropped")
         return view
 
     def verify(self, sha256: str, size_bytes: int) -> "ReadObject":
@@ -152,7 +159,7 @@ class ObjectStore:
         is read.
 
         Raises:
-            BundleError: It is missing, of another length, or damaged; a damaged one is removed.
+            DamagedError: It is missing, of another length, or damaged; a damaged one is removed.
         """
         found = ReadObject(self.open(sha256, size_bytes), sha256)
         digest = hashlib.sha256()
@@ -161,24 +168,24 @@ class ObjectStore:
         if digest.hexdigest() != sha256:
             found.close()
             self.forget(sha256)
-            raise BundleError(f"object {sha256[:16]} is damaged and was dropped")
+            raise DamagedError(f"object {sha256[:16]} is damaged and was dropped")
         return found
 
     def open(self, sha256: str, size_bytes: int) -> int:
         """Open an object and return the descriptor; its bytes are not verified.
 
         Raises:
-            BundleError: It is missing or of another length.
+            DamagedError: It is missing or of another length.
         """
         path = self.path(sha256)
         with disk_errors(f"open {path.name[:16]}"):
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
-                raise BundleError(f"object {sha256[:16]} is missing") from None
+                raise DamagedError(f"object {sha256[:16]} is missing") from None
             if os.fstat(fd).st_size != size_bytes:
                 os.close(fd)
-                raise BundleError(f"object {sha256[:16]} has another length than signed for")
+                raise DamagedError(f"object {sha256[:16]} has another length than signed for")
             return fd
 
     def known_bytes(self, sha256: str, size_bytes: int) -> bytes | None:

@@ -138,6 +138,11 @@ class Slots:
         if other is not None and other.manifest_sha256 == manifest_sha256 and not other.committed:
             self._save(self._table.with_slot(self._table.inactive, None))
 
+    def drop_other(self) -> None:
+        """Forget the bundle before the running one; there is no way back to it from here."""
+        if self._table.other is not None:
+            self._save(self._table.with_slot(self._table.inactive, None))
+
     def activate(self) -> None:
         """Make the staged bundle the running one, on trial.
 

@@ -1,15 +1,16 @@
 """Apply a delta: read the objects of the base, write new objects, check every digest.
 
 The base is only read, so the running bundle works all the time and a device that is killed here
-still has it; running again from the start makes the same objects.
+still has it; running again from the start makes the same objects. Called in a process of its own,
+see `patching`.
 """
 
 import contextlib
 import io
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
-from compiler.contract.delta import DeltaError, parse_header
+from compiler.contract.delta import DeltaError, DeltaHeader, parse_header
 from compiler.contract.manifest import ReleaseManifest, Section
 from compiler.contract.protocol import DeltaOffer
 from compiler.delta import apply_delta
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_OPEN: Final = 64
 """Sections of the base that are open at a time."""
-_UNUSABLE: Final = (DeltaError, ContentError, OversizedError, BundleError)
+UNUSABLE: Final = (DeltaError, ContentError, OversizedError, BundleError)
 
 
 class BaseObjects:
@@ -117,22 +118,54 @@ def apply_offer(
         DiskFullError: No space is left.
     """
     try:
-        patch = store.verify(offer.sha256, offer.size_bytes)
-        with contextlib.closing(patch):
-            header = parse_header(_reader(patch).read)
-            header.require_bundles(_digests(base), _digests(new))
+        with open_delta(store, offer) as patch:
+            header = checked_header(patch, base, new)
             named = {section.component for section in header.sections}
-            wanted = {item.component: item for item in new.sections if item.component in named}
-            source, sink = BaseObjects(store, base), NewObjects(store, wanted)
-            with contextlib.closing(source), contextlib.closing(sink):
-                apply_delta(source, _reader(patch), sink)
-                sink.finish()
-    except _UNUSABLE as error:
+            make_sections(store, patch, base, new, named)
+    except UNUSABLE as error:
         raise DeltaUnusableError(f"{error} [{error.code}]") from error
 
 
+def open_delta(store: ObjectStore, offer: DeltaOffer) -> BinaryIO:
+    """Return a delta file whose digest was checked, from its first byte.
+
+    Raises:
+        DamagedError: It is not what was signed for.
+    """
+    return io.BufferedReader(_ObjectFile(store.verify(offer.sha256, offer.size_bytes)))
+
+
+def checked_header(patch: BinaryIO, base: ReleaseManifest, new: ReleaseManifest) -> DeltaHeader:
+    """Return the header of a delta that leads from `base` to `new`; the file is at its start again.
+
+    Raises:
+        DeltaError: It is malformed, or leads from or to something else.
+    """
+    header = parse_header(patch.read)
+    header.require_bundles(_digests(base), _digests(new))
+    patch.seek(0)
+    return header
+
+
+def make_sections(
+    store: ObjectStore,
+    patch: BinaryIO,
+    base: ReleaseManifest,
+    new: ReleaseManifest,
+    components: set[str],
+    *,
+    start_record: int = 0,
+) -> None:
+    """Make new objects of the sections named; records before `start_record` are passed over."""
+    wanted = {item.component: item for item in new.sections if item.component in components}
+    source, sink = BaseObjects(store, base), NewObjects(store, wanted)
+    with contextlib.closing(source), contextlib.closing(sink):
+        apply_delta(source, patch, sink, start_record=start_record)
+        sink.finish()
+
+
 class _ObjectFile(io.RawIOBase):
-    """An object as a file that is read once, from its beginning."""
+    """An object as a file."""
 
     def __init__(self, source: ReadObject) -> None:
         super().__init__()
@@ -142,16 +175,29 @@ class _ObjectFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence != io.SEEK_SET:
+            raise io.UnsupportedOperation("only from the beginning")
+        self._position = offset
+        return offset
+
+    def tell(self) -> int:
+        return self._position
+
+    def close(self) -> None:
+        if not self.closed:
+            self._source.close()
+        super().close()
+
     def readinto(self, buffer: "WriteableBuffer") -> int:
         target = memoryview(buffer).cast("B")
         data = self._source.read(len(target), self._position)
         target[: len(data)] = data
         self._position += len(data)
         return len(data)
-
-
-def _reader(source: ReadObject) -> io.BufferedReader:
-    return io.BufferedReader(_ObjectFile(source))
 
 
 def _digests(manifest: ReleaseManifest) -> dict[str, str]:

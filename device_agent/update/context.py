@@ -10,6 +10,7 @@ from compiler.contract.protocol import (
     NetworkPolicy,
     Offer,
     OfferKind,
+    ReportFact,
     UpdateState,
     delta_offer_from_json,
     integer,
@@ -32,10 +33,16 @@ class UpdateContext:
         delta: Signed offer of a delta; None when there is none or it proved useless.
         needed_bytes: Section bytes that were missing when the download began.
         fetched_before: Payload bytes fetched in earlier rounds (a delta that proved useless).
+        in_place: Whether the objects of the running bundle are patched, see `low_space`.
+        note: What that means here, for people.
+        confirm_deadline: Unix time by which the bundle should be committed, seconds; 0 for none.
+        fallbacks: How often a delta proved useless, so that sections were fetched whole.
         repairs: How often staging found a section damaged.
         resumes: Starts of the agent in the present state.
         seq: Reports made so far.
         outcome, code, message: How it ended, or will when cleaning is done.
+        is_denied: Whether it ended in a way that speaks against the bundle.
+        told: Facts reported so far, each once, with commas between.
     """
 
     update_id: int
@@ -52,12 +59,18 @@ class UpdateContext:
     delta: DeltaOffer | None = None
     needed_bytes: int = 0
     fetched_before: int = 0
+    in_place: bool = False
+    note: str = ""
+    confirm_deadline: int = 0
+    fallbacks: int = 0
     repairs: int = 0
     resumes: int = 0
     seq: int = 0
     outcome: UpdateState | None = None
     code: str = ""
     message: str = ""
+    is_denied: bool = False
+    told: str = ""
 
     @property
     def offer(self) -> tuple[int, int]:
@@ -68,17 +81,35 @@ class UpdateContext:
         """Return whether this is the update of `offer`, in the same attempt."""
         return self.offer == (offer.update_id, offer.attempt)
 
-    def failed(self, error: AgentError, *, ran: bool = False) -> "UpdateContext":
+    @property
+    def end_fact(self) -> ReportFact:
+        """Return what the last report says beside the outcome."""
+        return ReportFact.DENIED if self.is_denied else ReportFact.NONE
+
+    def has_told(self, fact: ReportFact) -> bool:
+        """Return whether a fact was reported."""
+        return fact.value in self.told.split(",")
+
+    def telling(self, fact: ReportFact) -> "UpdateContext":
+        """Return the context after a fact was reported."""
+        return replace(self, told=",".join(filter(None, (self.told, fact.value))))
+
+    def failed(
+        self, error: AgentError, *, ran: bool = False, is_denied: bool = False
+    ) -> "UpdateContext":
         """Return the context after `error` stopped the update; the first reason stays.
 
         Args:
             error: What stopped it.
             ran: Whether the bundle was the running one, so that something is restored now.
+            is_denied: Whether it speaks against the bundle.
         """
         if self.outcome is not None:
             return self
         outcome = UpdateState.ROLLED_BACK if ran else error.ends_as
-        return replace(self, outcome=outcome, code=error.code, message=str(error))
+        return replace(
+            self, outcome=outcome, code=error.code, message=str(error), is_denied=is_denied
+        )
 
     def succeeded(self) -> "UpdateContext":
         """Return the context of an update that is done."""
@@ -103,12 +134,32 @@ _NUMBERS = (
     "security_floor",
     "needed_bytes",
     "fetched_before",
+    "confirm_deadline",
+    "fallbacks",
     "repairs",
     "resumes",
     "seq",
 )
-_TEXTS = ("version", "manifest_sha256", "base_sha256", "content_key", "code", "message")
-_PLAIN = (*_NUMBERS, *_TEXTS)
+_TEXTS = (
+    "version",
+    "manifest_sha256",
+    "base_sha256",
+    "content_key",
+    "code",
+    "message",
+    "note",
+    "told",
+)
+_FLAGS = ("in_place", "is_denied")
+_PLAIN = (*_NUMBERS, *_TEXTS, *_FLAGS)
+# Left out by agents from before they existed.
+_YOUNGER: Mapping[str, Json] = {
+    "confirm_deadline": 0,
+    "fallbacks": 0,
+    "content_key": "",
+    "note": "",
+    "told": "",
+}
 
 
 def context_of(offer: Offer) -> UpdateContext:
@@ -124,8 +175,8 @@ def context_from_json(document: Mapping[str, Json]) -> UpdateContext:
     Raises:
         ContractError: A field is missing or wrong.
     """
+    document = {**_YOUNGER, **document}
     numbers = {name: integer(document, name) for name in _NUMBERS}
-    document = {"content_key": "", **document}  # journals of older agents have none
     texts = {name: text(document, name) for name in _TEXTS}
     require_sha256(texts["manifest_sha256"], "manifest_sha256")
     outcome, delta = document.get("outcome"), document.get("delta")
@@ -135,6 +186,7 @@ def context_from_json(document: Mapping[str, Json]) -> UpdateContext:
             network_policy=NetworkPolicy(str(document.get("network_policy", "any"))),
             delta=delta_offer_from_json(delta) if isinstance(delta, Mapping) else None,
             outcome=None if outcome is None else UpdateState(str(outcome)),
+            **{name: document.get(name) is True for name in _FLAGS},  # type: ignore[arg-type]
             **numbers,  # type: ignore[arg-type]
             **texts,  # type: ignore[arg-type]
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from compiler.contract.manifest import ReleaseManifest
-from compiler.contract.protocol import Network, NetworkPolicy
+from compiler.contract.protocol import DeltaOffer, Network, NetworkPolicy
 from device_agent.clock import Clock
 from device_agent.config import AgentConfig
 from device_agent.errors import (
@@ -13,6 +13,7 @@ from device_agent.errors import (
     BundleError,
     ContentError,
     DeltaUnusableError,
+    DeniedError,
     DiskFullError,
     MeteredError,
     PostponedError,
@@ -21,13 +22,15 @@ from device_agent.http import RetryPolicy, with_retries
 from device_agent.machine import StepResult
 from device_agent.runtime.bundle import read_manifest
 from device_agent.states import Event
+from device_agent.storage.denied import DenyList
 from device_agent.storage.disk import Disk
 from device_agent.storage.objects import ObjectStore
 from device_agent.storage.slots import Pointer, Slots
-from device_agent.update.apply import apply_offer
 from device_agent.update.context import UpdateContext
 from device_agent.update.fetch import Fetcher
+from device_agent.update.low_space import LowSpace, in_place_bytes
 from device_agent.update.opening import Opener
+from device_agent.update.patching import Patcher, PatchJob
 from device_agent.update.plan import FetchPlan, may_fetch, plan_fetch
 from device_agent.update.verify import VerifiedRelease, Verifier
 
@@ -40,6 +43,9 @@ class InstallSteps:
     """What the steps work with.
 
     Attributes:
+        patcher: Applies deltas.
+        keeps_in_memory: Whether the running bundle needs its objects no more.
+        stop_answering: Ends the running bundle.
         require_wanted: Raises when the server withdrew the update.
     """
 
@@ -48,9 +54,14 @@ class InstallSteps:
     disk: Disk
     store: ObjectStore
     slots: Slots
+    denied: DenyList
     verifier: Verifier
     fetcher: Fetcher
     opener: Opener
+    patcher: Patcher
+    low_space: LowSpace
+    keeps_in_memory: bool
+    stop_answering: Callable[[], None]
     require_wanted: Callable[[UpdateContext], None]
 
     def verify(self, context: UpdateContext) -> StepResult:
@@ -70,13 +81,14 @@ class InstallSteps:
             )
         except PostponedError as error:
             return StepResult(Event.POSTPONED, replace(context, message=str(error)))
+        current = self.slots.table.current
+        is_running = current is not None and current.manifest_sha256 == context.manifest_sha256
+        if not is_running:
+            self._require_not_denied(release)
         self.store.put(release.manifest_bytes, release.directive.sha256)
         self.store.sync()
         verified = self._planned(context, release)
-        current = self.slots.table.current
-        if current is not None and current.manifest_sha256 == context.manifest_sha256:
-            return StepResult(Event.ALREADY_RUNNING, verified)
-        return StepResult(Event.VERIFIED, verified)
+        return StepResult(Event.ALREADY_RUNNING if is_running else Event.VERIFIED, verified)
 
     def download(self, context: UpdateContext) -> StepResult:
         """Fetch the delta, or every section that is not here; open what came sealed."""
@@ -109,8 +121,10 @@ class InstallSteps:
         try:
             if context.delta.plain_sha256:
                 self.opener.open_delta(self.opener.content_key(context), context.delta)
-            apply_offer(self.store, context.delta.opened, self._base(context), manifest)
+            self._patch(self._job(context, context.delta.opened))
         except (DeltaUnusableError, ContentError) as error:
+            if context.in_place:  # there is no room for whole sections
+                raise
             return StepResult(Event.DELTA_UNUSABLE, self._without_delta(context, manifest, error))
         return StepResult(Event.APPLIED, context)
 
@@ -146,6 +160,27 @@ class InstallSteps:
         here = max(0, context.needed_bytes - plan.missing_bytes)
         return context.fetched_before + here + partial
 
+    def _patch(self, job: PatchJob) -> None:
+        if not job.in_place:
+            self.patcher.run(job)
+            return
+        if not self.keeps_in_memory:
+            self.stop_answering()
+        self.low_space.patch(job)
+
+    def _require_not_denied(self, release: VerifiedRelease) -> None:
+        directive = release.directive
+        denial = self.denied.find(directive.sha256)
+        if denial is None:
+            return
+        order = directive.assignment
+        if not (order.retry_failed and order.assignment_seq > denial.assignment_seq):
+            raise DeniedError(
+                f"version {denial.version} failed here {denial.count} times, the last time with "
+                f"{denial.code}: {denial.message}",
+                hint="retry the rollout on the platform, or wait until the entry expires",
+            )
+
     def _planned(self, context: UpdateContext, release: VerifiedRelease) -> UpdateContext:
         assignment = release.directive.assignment
         delta = assignment.delta
@@ -154,8 +189,13 @@ class InstallSteps:
             self.store.has(section.sha256, section.size_bytes) for section in base.sections
         )
         plan = plan_fetch(release.manifest, self.store.has, delta, base_here=base_here)
+        notes: list[str] = []
+        in_place = base is not None and self._must_patch_in_place(plan, release, base, notes)
+        if notes:
+            plan = plan_fetch(release.manifest, self.store.has, delta, base_here=base_here)
         self._require_allowed(plan, assignment.network_policy)
-        self._require_room(plan, release.manifest)
+        if not in_place:
+            self._require_room(plan, release.manifest)
         context = replace(context, content_key=assignment.content_key)
         if plan.missing and release.manifest.is_sealed:
             self.opener.content_key(context)
@@ -166,6 +206,9 @@ class InstallSteps:
             manifest_size=len(release.manifest_bytes),
             assignment_seq=assignment.assignment_seq,
             security_floor=assignment.security_floor,
+            in_place=in_place,
+            note="; ".join(notes),
+            confirm_deadline=assignment.confirm_deadline,
             delta=plan.delta,
             base_sha256="" if plan.delta is None else plan.delta.base_manifest_sha256,
             needed_bytes=plan.missing_bytes,
@@ -183,18 +226,59 @@ class InstallSteps:
                 f"network the rollout says {policy.value}"
             )
 
+    def _must_patch_in_place(
+        self, plan: FetchPlan, release: VerifiedRelease, base: ReleaseManifest, notes: list[str]
+    ) -> bool:
+        """Return whether there is room for nothing else; drop the bundle before for it first.
+
+        Raises:
+            DiskFullError: Not even that is possible.
+        """
+        current = self.slots.table.current
+        is_base = current is not None and current.manifest_sha256 == base.sha256
+        if not (self.low_space.is_allowed and is_base and plan.delta):
+            return False
+        if self._has_room(plan, release.manifest):
+            return False
+        other = self.slots.table.other
+        if other is not None and other.manifest_sha256 != release.directive.sha256:
+            self._drop_other(base, release)
+            notes.append(f"space is short: version {other.version} was dropped")
+            plan = plan_fetch(release.manifest, self.store.has, plan.delta, base_here=True)
+            if self._has_room(plan, release.manifest):
+                return False
+        needed = in_place_bytes(plan, base, release.manifest)
+        if needed is None:
+            return False
+        self.store.require_space(needed)
+        meanwhile = "it answers from memory" if self.keeps_in_memory else "nothing answers"
+        notes.append(f"the files of the running bundle are patched in place; {meanwhile} meanwhile")
+        return True
+
+    def _drop_other(self, base: ReleaseManifest, release: VerifiedRelease) -> None:
+        """Give up the way back that is there, for the room it takes."""
+        self.slots.drop_other()
+        keep = {base.sha256, release.directive.sha256}
+        self.store.collect(keep | {section.sha256 for section in base.sections})
+
+    def _has_room(self, plan: FetchPlan, manifest: ReleaseManifest) -> bool:
+        try:
+            self.store.require_space(_room(plan, manifest))
+        except DiskFullError:
+            return False
+        return True
+
     def _require_room(self, plan: FetchPlan, manifest: ReleaseManifest) -> None:
         if not plan.missing:
             return
-        delta = plan.delta
-        extra = 0 if delta is None else delta.size_bytes + delta.plain_bytes
-        if delta is None and manifest.is_sealed:  # sealed and plain side by side, one at a time
-            extra = max(section.travels.size_bytes for section in plan.missing)
-        self.store.require_space(plan.missing_bytes + extra)
-        free = self.disk.free_bytes(self.config.state_dir)
-        if free < manifest.requires.free_bytes:
+        self.store.require_space(_room(plan, manifest))
+        # What it asks for is room for two bundles; who may patch in place does with less.
+        storage = self.disk.free_bytes(self.config.state_dir) + self.store.used_bytes()
+        if storage < manifest.requires.free_bytes and not self.low_space.is_allowed:
             raise DiskFullError(
-                f"the bundle asks for {manifest.requires.free_bytes} free bytes, {free} are free"
+                f"the bundle asks for {manifest.requires.free_bytes} bytes of storage, there are "
+                f"{storage}",
+                hint="free some space, or set patch_in_place",
             )
 
     def _without_delta(
@@ -209,27 +293,50 @@ class InstallSteps:
             base_sha256="",
             fetched_before=self.fetched_bytes(context),
             needed_bytes=plan.missing_bytes,
+            fallbacks=context.fallbacks + (error is not None),
             message=context.message if error is None else f"delta not used: {error}",
         )
 
     def _manifest(self, context: UpdateContext) -> ReleaseManifest:
         return read_manifest(self.store, context.manifest_sha256, context.manifest_size)
 
-    def _base(self, context: UpdateContext) -> ReleaseManifest:
-        base = self._base_manifest(context.base_sha256)
-        if base is None:
+    def _job(self, context: UpdateContext, delta: DeltaOffer) -> PatchJob:
+        named = [one for one in self._installed() if one.manifest_sha256 == context.base_sha256]
+        if not named:
             raise DeltaUnusableError("the base of the delta is not here any more")
-        return base
+        return PatchJob(
+            delta.sha256,
+            delta.size_bytes,
+            named[0].manifest_sha256,
+            named[0].size_bytes,
+            context.manifest_sha256,
+            context.manifest_size,
+            in_place=context.in_place,
+        )
+
+    def _installed(self) -> tuple[Pointer, ...]:
+        table = self.slots.table
+        return tuple(filter(None, (table.current, table.other)))
 
     def _base_manifest(self, sha256: str) -> ReleaseManifest | None:
-        table = self.slots.table
-        for pointer in (table.current, table.other):
-            if pointer is not None and pointer.manifest_sha256 == sha256:
+        for pointer in self._installed():
+            if pointer.manifest_sha256 == sha256:
                 try:
                     return read_manifest(self.store, sha256, pointer.size_bytes)
                 except BundleError:
                     return None
         return None
+
+
+def _room(plan: FetchPlan, manifest: ReleaseManifest) -> int:
+    """Return the bytes that a fetch needs on the disk."""
+    delta = plan.delta
+    if delta is not None:
+        return plan.missing_bytes + delta.size_bytes + delta.plain_bytes
+    if not manifest.is_sealed:
+        return plan.missing_bytes
+    # Sealed and plain side by side, one at a time.
+    return plan.missing_bytes + max((one.travels.size_bytes for one in plan.missing), default=0)
 
 
 def pointer_of(context: UpdateContext, manifest: ReleaseManifest) -> Pointer:

@@ -3,9 +3,10 @@
 import itertools
 import logging
 import random
+from collections.abc import Callable
 from typing import Final
 
-from compiler.contract.protocol import PollAnswer
+from compiler.contract.protocol import PollAnswer, ReportFact
 from device_agent.api import DeviceApi
 from device_agent.clock import Clock
 from device_agent.config import AgentConfig
@@ -60,9 +61,15 @@ class UpdateLoop:
     """Drives the machine; belongs to one thread."""
 
     def __init__(
-        self, machine: UpdateMachine, poller: Poller, api: DeviceApi, clock: Clock
+        self,
+        machine: UpdateMachine,
+        poller: Poller,
+        api: DeviceApi,
+        clock: Clock,
+        unix_time: Callable[[], int],
     ) -> None:
         self._machine = machine
+        self._unix_time = unix_time
         self._poller = poller
         self._watch = poller.watch
         self._api = api
@@ -78,10 +85,12 @@ class UpdateLoop:
             AgentError: The disk does not take the journal; wait and call again.
         """
         machine = self._machine
+        self._tell()
         self._flush_reports()
         if machine.state in (State.IDLE, State.PROBATION) and self._watch.due():
             self._look_for_work()
         while machine.advance():
+            self._tell()
             self._flush_reports()
         if machine.state is State.IDLE:
             return self._watch.wait_s()
@@ -106,6 +115,8 @@ class UpdateLoop:
         """Begin, go on with, or leave an update, as the answer says."""
         machine, offer = self._machine, answer.offer
         if offer is None:
+            # Withdrawn when it ran already: it comes to its end, and the server is told.
+            machine.tell(ReportFact.TOO_LATE, "the update was withdrawn after it was switched on")
             return
         same = machine.context is not None and machine.context.is_for(offer)
         if machine.state is State.PROBATION:
@@ -117,6 +128,19 @@ class UpdateLoop:
             log.info("update %d: offered %s %s", offer.update_id, offer.kind.value, offer.version)
             self._asks_again_at = self._clock.monotonic() + POSTPONED_S
             machine.start(offer)
+
+    def _tell(self) -> None:
+        """Say, once each, that objects are patched in place, and that a deadline has passed."""
+        context = self._machine.context
+        if context is None:
+            return
+        if context.in_place:
+            self._machine.tell(ReportFact.IN_PLACE, context.note)
+        deadline = context.confirm_deadline
+        if deadline and self._unix_time() > deadline:
+            self._machine.tell(
+                ReportFact.UNCONFIRMED, f"in state {self._machine.state.value!r} at the deadline"
+            )
 
     def _flush_reports(self) -> None:
         """Send the reports that wait, in order; what the server refuses is dropped."""

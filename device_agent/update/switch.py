@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from device_agent.config import AgentConfig
-from device_agent.errors import AgentError, BundleError, StateLostError
+from device_agent.errors import AgentError, BundleError, DamagedError, StateLostError
 from device_agent.machine import StepResult, describe
 from device_agent.runtime.bundle import read_manifest
 from device_agent.runtime.engine import Engine
 from device_agent.runtime.host import SessionHost
 from device_agent.states import Event, SlotFact
+from device_agent.storage.denied import DenyList, Failure
 from device_agent.storage.floors import FloorStore
 from device_agent.storage.objects import ObjectStore
 from device_agent.storage.slots import Pointer, Slots
 from device_agent.update.context import UpdateContext
+from device_agent.update.low_space import LowSpace
 from device_agent.update.probation import Probation
 
 log = logging.getLogger("device_agent.update")
@@ -37,19 +39,25 @@ class SwitchSteps:
     store: ObjectStore
     slots: Slots
     floors: FloorStore
+    denied: DenyList
     engine: Engine
     host: SessionHost
     probation_watch: Probation
+    low_space: LowSpace
     require_wanted: Callable[[UpdateContext], None]
 
     def activate(self, context: UpdateContext) -> StepResult:
-        """Self-test in a child, load, ask once more, make it the running bundle, swap."""
+        """Self-test in a child, load, ask once more, make it the running bundle, swap.
+
+        A bundle that was committed here before has shown that it computes what it should.
+        """
         table = self.slots.table
         if slot_fact(self.slots, context.manifest_sha256) is SlotFact.NOT_RUNNING:
             staged = table.other
             if staged is None or staged.manifest_sha256 != context.manifest_sha256:
-                raise BundleError("the staged bundle is gone")
-            self.engine.self_test(staged)
+                raise DamagedError("the staged bundle is gone")
+            if not staged.committed:
+                self.engine.self_test(staged)
             answerer = self.engine.start(staged)
             try:
                 self.require_wanted(context)
@@ -75,7 +83,11 @@ class SwitchSteps:
     def commit(self, context: UpdateContext) -> StepResult:
         """End the trial; from here on the device does not return by itself."""
         self.slots.commit()
+        if self.low_space.job is not None:  # what it was made of is gone
+            self.slots.drop_other()
+            self.low_space.keep()
         self.probation_watch.end()
+        self.denied.lift(context.manifest_sha256)
         current = self.slots.table.current
         try:
             floors = self.floors.load()
@@ -97,11 +109,18 @@ class SwitchSteps:
         self.probation_watch.end()
         if slot_fact(self.slots, context.manifest_sha256) is SlotFact.ON_TRIAL:
             self.slots.revert()
+        self.low_space.restore()
         self.run_current()
         return StepResult(Event.RESTORED, context)
 
     def clean(self, context: UpdateContext) -> StepResult:
-        """Drop everything that no slot points to."""
+        """Write down a bundle that failed by its own fault; drop what no slot points to."""
+        if context.is_denied:
+            denial = self.denied.add(_failure(context))
+            log.warning("%s is not tried again: %s", context.version, denial.code)
+        if self.low_space.job is not None:  # it ended before it ran
+            self.low_space.restore()
+            self.run_current()
         self.slots.unstage(context.manifest_sha256)
         try:
             keep = set(self._kept())
@@ -142,6 +161,17 @@ def bundle_objects(store: ObjectStore, pointer: Pointer) -> Iterator[str]:
     yield pointer.manifest_sha256
     for section in read_manifest(store, pointer.manifest_sha256, pointer.size_bytes).sections:
         yield section.sha256
+
+
+def _failure(context: UpdateContext) -> Failure:
+    return Failure(
+        manifest_sha256=context.manifest_sha256,
+        version=context.version,
+        code=context.code,
+        message=context.message,
+        assignment_seq=context.assignment_seq,
+        event=f"{context.update_id}.{context.attempt}",
+    )
 
 
 def slot_fact(slots: Slots, manifest_sha256: str) -> SlotFact:

@@ -57,6 +57,7 @@ class ToySpec:
     seed: int = 1
     changed: int = 0
     experts: int = 2
+    codes: int = CODES
     model: str = "toy"
     target: str = "x86-64-v1"
     security_epoch: int = 0
@@ -110,7 +111,8 @@ def toy_delta(old: ToyBundle, new: ToyBundle) -> bytes:
 
 
 def _weights(name: str, spec: ToySpec) -> SectionBytes:
-    data = bytearray(random.Random(name).randbytes(CODES + SCALES))
-    for position in random.Random(f"{name}/{spec.changed}").sample(range(CODES), spec.changed):
+    data = bytearray(random.Random(name).randbytes(spec.codes + SCALES))
+    for position in random.Random(f"{name}/{spec.changed}").sample(range(spec.codes), spec.changed):
         data[position] ^= 0x11
-    return SectionBytes(bytes(data), (Plane("codes4", 0, CODES), Plane("scales8", CODES, SCALES)))
+    planes = (Plane("codes4", 0, spec.codes), Plane("scales8", spec.codes, SCALES))
+    return SectionBytes(bytes(data), planes)

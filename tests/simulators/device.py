@@ -12,6 +12,7 @@ from device_agent.config import AgentConfig
 from device_agent.ports import Ports
 from device_agent.runtime.answers import Question
 from device_agent.states import State
+from device_agent.update.patching import LocalPatcher
 from tests.simulators.bundles import ToyBundle
 from tests.simulators.disk import FastDisk
 from tests.simulators.engine import toy_engine
@@ -60,7 +61,12 @@ def toy_config(server: ReleaseServer, state_dir: Path, **changes: Any) -> AgentC
 
 
 def toy_ports(**changes: Any) -> Ports:
-    ports = Ports(disk=FastDisk(), engine=toy_engine, fingerprint=lambda _config: FINGERPRINT)
+    ports = Ports(
+        disk=FastDisk(),
+        engine=toy_engine,
+        patcher=lambda store, disk, config: LocalPatcher(store, disk, config.state_dir),
+        fingerprint=lambda _config: FINGERPRINT,
+    )
     return replace(ports, **changes)
 
 

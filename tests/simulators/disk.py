@@ -29,6 +29,10 @@ class CountingDisk(FastDisk):
     def __init__(self) -> None:
         self.count = 0
         self.log: list[str] = []
+        self.room: int | None = None
+
+    def free_bytes(self, path: Path) -> int:
+        return super().free_bytes(path) if self.room is None else self.room
 
     def before(self, what: str, path: Path) -> None:
         self.log.append(f"{what} {path.parent.name}/{path.name[:12]}")
@@ -52,6 +56,10 @@ class CountingDisk(FastDisk):
     def rename(self, source: Path, target: Path) -> None:
         self.before("rename", target)
         super().rename(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        self.before("link", target)
+        super().link(source, target)
 
     def remove(self, path: Path) -> None:
         if path.exists():
@@ -118,6 +126,10 @@ class PowerCutDisk(CountingDisk):
         self._forget(target)
         super().rename(source, target)
         self._names[target] = self._names.pop(source)
+
+    def link(self, source: Path, target: Path) -> None:
+        super().link(source, target)
+        self._names[target] = self._names[source]
 
     def remove(self, path: Path) -> None:
         if path.exists() and not self.is_cut and self.count + 1 < self.cut_at:

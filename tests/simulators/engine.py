@@ -63,6 +63,7 @@ class ToyEngine:
     store: ObjectStore
     started: list[str] = field(default_factory=list)
     rules: RuleBook = field(default_factory=RuleBook)
+    keeps_in_memory: bool = True
 
     def self_test(self, pointer: Pointer) -> None:
         behaviour = self._load(pointer)
