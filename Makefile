@@ -1,7 +1,7 @@
 # Developers' targets. Users need none of them: `python3 manage.py demo` and `python3 manage.py test` set up everything.
 PY ?= .venv/bin/python
 
-.PHONY: help env check format test full states openapi bench-answer bench-bits bench-compile bench-decode bench-delta bench-kernels bench-layouts bench-leak bench-policy bench-prune bench-publish bench-routing bench-runtime bench-slices demo fuzz lock lock-exporters peers
+.PHONY: help env check format test full states openapi bench-answer bench-bits bench-compile bench-decode bench-delta bench-kernels bench-layouts bench-leak bench-policy bench-prune bench-publish bench-rollback bench-routing bench-runtime bench-slices demo fuzz lock lock-exporters peers
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -70,6 +70,9 @@ bench-policy: env ## Cost model of policies on held-out shapes: error; measured 
 	$(PY) -m benchmarks.policy --check
 bench-leak: env ## Whether times tell how many neurons are dead: constant-time plans, and skipping as the control
 	$(PY) -m benchmarks.leak --check
+
+bench-rollback: env ## Going back to the version before: seconds and payload bytes of a device
+	$(PY) -m benchmarks.rollback --check
 
 bench-routing: env ## Steered routers of EdgeCard: experts loaded with 25 to 75 % in memory, answers lost
 	$(PY) -m benchmarks.routing --check
