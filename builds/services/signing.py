@@ -202,12 +202,8 @@ def assignment_sign(
         confirm_deadline: Unix time by which it should be committed, seconds; 0 for none.
         clock: The time of signing; this machine's by default.
 
-    Returns:
-        The signed TUF targets document with exactly one target.
-
     Raises:
-        SigningKeysError: The director's key is missing.
-        BuildOutputError: `delta` leads to another bundle.
+        SigningKeysError, BuildOutputError: No director's key; `delta` leads to another bundle.
     """
     assignment = Assignment(
         device_id=device_id,
@@ -222,9 +218,12 @@ def assignment_sign(
         retry_failed=retry_failed,
         confirm_deadline=confirm_deadline,
     )
+    return _directive(_assigned(bundle, assignment), assignment_seq, clock)
+
+
+def _assigned(bundle: Bundle, assignment: Assignment) -> TargetFile:
     size, custom = len(bundle.manifest_bytes), assignment.to_json()
-    target = target_file(bundle_path(bundle), size, bundle.manifest_sha256, custom)
-    return _directive(target, assignment_seq, clock)
+    return target_file(bundle_path(bundle), size, bundle.manifest_sha256, custom)
 
 
 def rules_sign(*, order: RulesOrder, clock: Clock | None = None) -> bytes:
