@@ -62,7 +62,7 @@ def keyids_of(repository: str, document: str, role: str) -> list[str]:
 
 
 def bin_keyids() -> list[str]:
-    """Return the keys of the bins, the one that builds first."""
+    """Return the keys of the bins; in a new installation the one that builds comes first."""
     delegations = documents_current()[IMAGE, "targets"].signed.delegations
     return list(delegations.succinct_roles.keyids)
 
