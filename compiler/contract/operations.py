@@ -85,7 +85,8 @@ class Op(IntEnum):
     ROUTE = 19
     """x (R, D); weight (E, D) of f32 or codes, [bias f32 (E), already times lambda],
     [correction f32 (E)] -> i32 (R, k), f32 (R, k), [entropy f32 (R, 1)]. Expert index and gate,
-    best first, ties to the lower index. order = RouteOrder. The sigmoid orders choose by
+    best first, ties to the lower index. order = RouteOrder. A logit that is infinite or NaN is a
+    run-time error. The sigmoid orders choose by
     `sigmoid(logit) + correction` and mix by `sigmoid(logit)`. groups > 0 splits the experts evenly;
     only the top_groups groups whose group_take best scores have the greatest sum may be chosen
     from. Gates are multiplied by scale (0 = not). jitter is the sparse mixer's threshold. The

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from compiler.contract.expert_pages import Expert
 from compiler.contract.moe_rules import expert_kinds
-from compiler.contract.native_errors import BadIndexError
+from compiler.contract.native_errors import BadIndexError, NotFiniteError
 from compiler.contract.operations import GATED, SIGMOID_ORDERS, ExpertAct, RouteOrder
 from compiler.contract.steering import NO_EXPERT
 from compiler.kernels.constants import GELU
@@ -35,6 +35,8 @@ def route(s: Step) -> Results:
     logits = s.numerics.dot_rows(s.source(0), s.constant(0))
     if bias is not None:
         logits = logits + bias
+    if not np.isfinite(logits).all():
+        raise NotFiniteError("a logit of a router is infinite or NaN")
     measured = (_entropy(s, logits),) if len(s.sizes) > 2 else ()
     scores = choice = logits if order == RouteOrder.SPARSEMIXER else _scores(s, logits, order)
     gone = None
@@ -101,7 +103,7 @@ def _gates(s: Step, scores: Array, index: Array) -> Array:
 
 
 def _entropy(s: Step, logits: Array) -> Array:
-    """Return entropies (R, 1) of the softmax over all logits, nats; NaN where one is not finite."""
+    """Return entropies (R, 1) of the softmax over all logits, nats."""
     terms, total = softmax_terms(s, logits)
     mean = s.numerics.total(terms * logits)[:, None] / total
     top = logits.max(axis=1, keepdims=True)

@@ -1,11 +1,13 @@
-"""Infinity and NaN where a kernel goes on: what the routers choose, and what attention may see."""
+"""Infinity and NaN where a kernel goes on: what routers refuse, and what attention may see."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 
+from compiler.contract.native_errors import NotFiniteError
 from compiler.contract.operations import Op, RouteOrder
 from compiler.kernels.program import KvCache, KvKind, Module
 from compiler.simulator import Simulator
@@ -14,66 +16,51 @@ from tests.factories.modules import ModuleBuilder, single_call
 
 LOGITS = ((1,), (-1,), (0,), (2,))
 """Of x = infinity: infinity, its opposite, NaN, infinity."""
-SIGMOIDS = (RouteOrder.SIGMOID_TOPK, RouteOrder.SIGMOID_TOPK_RENORM)
-CHOICES = {np.inf: (0, 3, 1), -np.inf: (1, 0, 3), np.nan: (0, 1, 2)}
-IN_GROUPS = {np.inf: (0, 1), -np.inf: (1, 0), np.nan: (0, 1)}
+BAD = (np.inf, -np.inf, np.nan)
 ROWS, WIDTH = 3, 8
 
 
-def router(k: int, order: RouteOrder, **params: float) -> Module:
-    outputs = [(None, k, "i32"), (None, k, "f32")]
+def router(order: RouteOrder, *, entropy: bool = False, **params: float) -> Module:
+    outputs = [(None, 2, "i32"), (None, 2, "f32")] + [(None, 1, "f32")] * entropy
     weights = [("f32", np.array(LOGITS, np.float32))]
-    params |= {"k": k, "order": order}
+    params |= {"k": 2, "order": order, "jitter": 0.2 * (order is RouteOrder.SPARSEMIXER)}
     return single_call(Op.ROUTE, [(None, 1, "f32")], outputs, weights, params)
 
 
-@pytest.mark.parametrize("x", CHOICES)
-@pytest.mark.parametrize(
-    ("module", "choices"),
-    [
-        (router(3, RouteOrder.SPARSEMIXER, jitter=0.2), CHOICES),
-        (router(3, RouteOrder.TOPK_SOFTMAX), CHOICES),
-        *((router(3, order), CHOICES) for order in SIGMOIDS),
-        *(
-            (router(2, order, groups=2, top_groups=1, group_take=2), IN_GROUPS)
-            for order in SIGMOIDS
-        ),
-    ],
-)
-def test_routers_choose_each_expert_once_and_nan_last(
-    module: Module, choices: dict[float, tuple[int, ...]], x: float
-) -> None:
-    case = Case.of(module)
-    feeds = {"x0": np.full((1, 1), x, np.float32)}
-    with np.errstate(invalid="ignore"):
-        wanted = raw(case.simulator().run("run", feeds))
-        exact = Simulator(module, mode="f64").run("run", feeds)
-    assert tuple(np.frombuffer(wanted["y0"], np.int32)) == choices[x]
-    assert tuple(np.frombuffer(raw(exact)["y0"], np.int32)) == choices[x]
-    for target in native_targets():
-        with case.native(target) as plan:
-            found = raw(plan.run("run", feeds))
-        assert found["y0"] == wanted["y0"]
-        gates = [np.frombuffer(run["y1"], np.float32) for run in (found, wanted)]
-        np.testing.assert_array_equal(*gates)
-
-
-@pytest.mark.parametrize("x", CHOICES)
+@pytest.mark.parametrize("x", BAD)
 @pytest.mark.parametrize("order", RouteOrder)
-def test_an_entropy_says_that_a_logit_is_no_number(order: RouteOrder, x: float) -> None:
-    """A router ranks it last and goes on; whoever looks at what comes out must see it."""
-    outputs = [(None, 2, "i32"), (None, 2, "f32"), (None, 1, "f32")]
-    params = {"k": 2, "order": order, "jitter": 0.2 * (order is RouteOrder.SPARSEMIXER)}
-    weights = [("f32", np.array(LOGITS, np.float32))]
-    module = single_call(Op.ROUTE, [(None, 1, "f32")], outputs, weights, params)
-    case, feeds = Case.of(module), {"x0": np.full((1, 1), x, np.float32)}
-    with np.errstate(invalid="ignore"):
-        runs = [raw(case.simulator().run("run", feeds))]
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_router_without_a_number_for_an_expert_ends_the_run(
+    order: RouteOrder, entropy: bool, x: float
+) -> None:
+    """An expert that is chosen among such logits may be any: nothing that it says may pass."""
+    module = router(order, entropy=entropy)
+    good, bad = ({"x0": np.array([[1.0], [y]], np.float32)} for y in (2.0, x))
+    case = Case.of(module)
+    runners = [case.simulator(), Simulator(module, mode="f64")]
+    with ExitStack() as stack, np.errstate(invalid="ignore"):
+        runners += [stack.enter_context(case.native(target)) for target in native_targets()]
+        for runner in runners:
+            found = raw(runner.run("run", good))
+            with pytest.raises(NotFiniteError):
+                runner.run("run", bad)
+            assert raw(runner.run("run", good)) == found
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_it_ends_for_an_expert_that_would_not_be_chosen(at: int) -> None:
+    """NaN orders lowest, so the choice itself would look right."""
+    weight = np.array(LOGITS, np.float32)
+    weight[at] = np.finfo(np.float32).max
+    outputs = [(None, 2, "i32"), (None, 2, "f32")]
+    params = {"k": 2, "order": RouteOrder.TOPK_SOFTMAX}
+    module = single_call(Op.ROUTE, [(None, 1, "f32")], outputs, [("f32", weight)], params)
+    case, feeds = Case.of(module), {"x0": np.full((1, 1), -9.0, np.float32)}
+    with pytest.raises(NotFiniteError):
+        case.simulator().run("run", feeds)
     for target in native_targets():
-        with case.native(target) as plan:
-            runs.append(raw(plan.run("run", feeds)))
-    for found in runs:
-        assert np.isnan(np.frombuffer(found["y2"], np.float32)).all()
+        with case.native(target) as plan, pytest.raises(NotFiniteError):
+            plan.run("run", feeds)
 
 
 def attending(kind: KvKind | None) -> Module:

@@ -69,6 +69,7 @@ def _route(
         outputs[1].at,
         outputs[2].at if len(outputs) > 2 else f.none,
         scratch,
+        f.status,
         x.cols,
         shape.rows,
         int(shape.kind),
