@@ -58,9 +58,9 @@ class Rung(IntEnum):
     FEWER_EXPERTS = 3
     """One expert a token instead of two."""
     SHARED_ONLY = 4
-    """Only the experts that every token has."""
+    """Only the experts that every token has, where a model has such."""
     NARROW_DENSE = 5
-    """A narrow dense layer instead of the routed one."""
+    """A narrow dense layer instead of each routed one, fitted by the compiler."""
 
     @property
     def changes_answers(self) -> bool:
@@ -69,8 +69,8 @@ class Rung(IntEnum):
 
     @property
     def in_bundles(self) -> bool:
-        """Whether any bundle can have it: no format carries what the others need."""
-        return self in (Rung.NORMAL, Rung.NO_PREFETCH, Rung.FEWER_EXPERTS)
+        """Whether any bundle can have it: no format stores weights as bit planes."""
+        return self is not Rung.FEWER_BITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from compiler.contract.degrade import Rung, require_falling
 from compiler.contract.expert_pages import PAGE_OPS, experts_of, first_expert_weight
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanCall, PlanProgram
+from compiler.contract.substitutes import BY_RUNG, Substitute, substitutes_in, variant_name
 
 _INDEX: Final = 1
 """Input of EXPERTS with the chosen experts, one column for each."""
@@ -44,7 +45,21 @@ def planned_bytes(plan: Plan, bands: Bands | None) -> dict[Rung, int]:
     if bands is not None and bands.programs:
         fewest = programs[bands.fewest]
         found[Rung.FEWER_EXPERTS] = step_bytes(plan, fewest, ahead=False)
+    for rung, kind in BY_RUNG.items():
+        variant = programs.get(variant_name(STEP, kind))
+        if variant is not None:
+            found[rung] = step_bytes(plan, variant, ahead=False)
     return found
+
+
+def substitute_bytes(plan: Plan) -> dict[Substitute, int]:
+    """Return what one step for one token needs of weights with each substitute of the plan."""
+    programs = {program.name: program for program in plan.programs}
+    return {
+        kind: step_bytes(plan, programs[variant_name(STEP, kind)], ahead=False)
+        for kind in substitutes_in(plan)
+        if variant_name(STEP, kind) in programs
+    }
 
 
 def require_ladder(plan: Plan, bands: Bands | None) -> Mapping[Rung, int]:

@@ -22,8 +22,9 @@ MAX_SECTION_BYTES: Final = 1 << 34
 SEALED_CHUNK_BYTES: Final = 64 * 1024
 SEAL_TAG_BYTES: Final = 16
 COMPONENT_PATTERN: Final = re.compile(
-    r"plan|kernels|pipeline|selftest|router_stats|expert_groups|schedule|bands|policy|steering|weights\.shared"
-    r"|adapter\.(?:0|[1-9][0-9]{0,3})|expert\.L(?:0|[1-9][0-9]{0,3})\.E(?:0|[1-9][0-9]{0,3})"
+    r"plan|kernels|pipeline|selftest|router_stats|expert_groups|schedule|bands|policy|steering|substitutes"
+    r"|weights\.shared|(?:adapter\.|dense\.L)(?:0|[1-9][0-9]{0,3})"
+    r"|expert\.L(?:0|[1-9][0-9]{0,3})\.E(?:0|[1-9][0-9]{0,3})"
 )
 
 

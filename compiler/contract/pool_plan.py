@@ -19,6 +19,7 @@ from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanCall
 from compiler.contract.plan_format import align
 from compiler.contract.pool_abi import LEAST_RUN_BYTES
+from compiler.contract.substitutes import Substitute
 
 RUN_BYTES: Final = 512 * 1024
 """Bytes of a run, unless the experts are so small that too much of it would be wasted."""
@@ -131,14 +132,19 @@ def paged_sections(plan: Plan) -> frozenset[str]:
 
 
 def least_runs(plan: Plan, names: frozenset[str], run_bytes: int) -> int:
-    """Return the runs of the k largest experts of the call that reads most."""
+    """Return the runs of the k largest experts of the call that reads most.
+
+    Programs that take all experts of a layer do not count: a device runs them where they fit.
+    """
     sizes = {
         number: runs_of(section.length, run_bytes)
         for number, section in enumerate(plan.sections)
         if section.name in names
     }
     least = 0
-    for call in _calls(plan):
+    full = f".{Substitute.FULL_DENSE.suffix}"
+    programs = (program for program in plan.programs if not program.name.endswith(full))
+    for call in (call for program in programs for call in program.calls):
         if call.op in ROUTED:
             runs = [sizes.get(plan.weights[expert[0]].section, 0) for expert in experts_of(call)]
             least = max(least, sum(sorted(runs, reverse=True)[: _chosen(plan, call)]))

@@ -26,6 +26,7 @@ NOT_WEIGHTS: Final = frozenset(
     (
         *("plan", "kernels", "pipeline", "selftest"),
         *("router_stats", "expert_groups", "schedule", "bands", "policy", "steering"),
+        "substitutes",
     )
 )
 

@@ -158,6 +158,10 @@ class Session:
         self._seen = self._runner.kv_length
         self._runner.kv_length = self._seen  # a cut: steered routers begin each answer alike
 
+    def look_again(self) -> None:
+        """Have the next question begin with looking at the picture in view, if there is one."""
+        self._seen = self._seen if self._image is None else None
+
     def forget(self) -> None:
         """Have nothing in view."""
         self._seen, self._image = 0, None

@@ -77,7 +77,7 @@ class SteeredRunner(RunnerBefore):
 
     def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, memoryview]:
         """Run a program; see `PlanRunner.run`."""
-        is_picture = program in _PICTURES
+        is_picture = program.partition(".")[0] in _PICTURES
         rows = memoryview(inputs[_TOKENS]).nbytes // _ID_BYTES if _TOKENS in inputs else 1
         if is_picture:
             self._modality = PICTURE

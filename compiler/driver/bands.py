@@ -24,6 +24,8 @@ from compiler.contract.bands import (
 from compiler.contract.canonical import Json
 from compiler.contract.ladder import require_ladder
 from compiler.contract.plan import Plan, parse_plan
+from compiler.contract.substitutes import SECTION as SUBSTITUTES
+from compiler.contract.substitutes import parse_substitutes, verify_substitutes
 from compiler.driver import band_trial
 from compiler.driver.band_trial import Trial, read_trial, top_k_of, trial_bytes, try_bands
 from compiler.driver.bundle_simulator import BundleSimulator
@@ -70,6 +72,7 @@ class Banded:
         sections: `bands`, if some band has a variant.
         facts: Rows of the report.
         sources: By program, which call of the module's first `step` each call is from, -1 = none.
+        variants: By further variant, which call of its program each call is from.
     """
 
     module: Module
@@ -77,6 +80,7 @@ class Banded:
     sections: Mapping[str, bytes] = field(default_factory=dict)
     facts: Mapping[str, Json] = field(default_factory=lambda: {BANDS: None})
     sources: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    variants: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def with_sources(self, origins: Mapping[str, Any]) -> dict[str, Json]:
         """Return what `origin_facts` says of the first module, for the programs of this one."""
@@ -84,17 +88,22 @@ class Banded:
         step = calls.get(STEP, [])
         for name, numbers in self.sources.items():
             calls[name] = [step[at] if at >= 0 else [] for at in numbers]
+        for name, numbers in self.variants.items():
+            calls[name] = [calls[name.partition(".")[0]][at] for at in numbers]
         return {**origins, "calls": calls}
 
     def verify(self, plan: Plan) -> None:
-        """Check the emitted plan against the section.
+        """Check the emitted plan against the sections.
 
         Raises:
             ContractError: They contradict each other: a defect of the emitter.
         """
-        if BANDS in self.sections:
-            bands = parse_bands(self.sections[BANDS])
+        bands = parse_bands(self.sections[BANDS]) if BANDS in self.sections else None
+        if bands is not None:
             verify_bands(plan, bands)
+        found = self.sections.get(SUBSTITUTES)
+        verify_substitutes(plan, None if found is None else parse_substitutes(found))
+        if bands is not None or found is not None:
             require_ladder(plan, bands)
 
 

@@ -6,6 +6,7 @@ lowers to the same order. A pair of different shapes keeps nothing (checked when
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from compiler.errors import CompilerError
 from compiler.kernels.program import Module
 from compiler.quant.w4 import PackedW4
 
+KEPT_SHARE: Final = 16
+_EXPERT: Final = "expert."
 Place = tuple[str, int]
 """(section, number of the W4 weight inside it)."""
 
@@ -100,6 +103,24 @@ def kept_codes(packed: Mapping[int, PackedW4], base: Mapping[int, PackedW4]) -> 
         if old is not None and (old.n, old.k) == (new.n, new.k):
             same += _same_nibbles(old.codes, new.codes)
     return KeptCodes(total, same)
+
+
+def changed_experts(sections: Mapping[str, bytes], base: Mapping[str, bytes]) -> int | None:
+    """Return how many experts differ from those of the base, if nothing else does and few do.
+
+    Then what was measured on the base is kept for the new version.
+
+    Args:
+        sections: All weights of the new version, by section.
+        base: Sections of the base.
+
+    Returns:
+        The number, or None if more than one expert in `KEPT_SHARE` differs, or another weight.
+    """
+    changed = {name for name, data in sections.items() if data != base.get(name)}
+    experts = {name for name in sections if name.startswith(_EXPERT)}
+    is_kept = changed <= experts and KEPT_SHARE * len(changed) <= len(experts)
+    return len(changed) if is_kept else None
 
 
 def _same_nibbles(old: bytes, new: bytes) -> int:

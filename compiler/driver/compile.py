@@ -135,6 +135,7 @@ class _Compilation:
             options.accuracy_budget,
             options.kv,
             options.constant_time,
+            options.substitutes,
         )
 
     def require_calibration(self) -> None:
@@ -168,13 +169,14 @@ class _Compilation:
         changed: dict[str, Json] = {"accuracy_budget": budget} if budget else {}
         changed |= {"kv": kv.name} if kv else {}
         changed |= {"constant_time": True} if self.options.constant_time else {}
+        changed |= {} if self.options.substitutes else {"substitutes": False}
         key = cache_key(PORTABLE, facts | changed)
         stored = self.cache.get(PORTABLE, key)
         if stored is not None:
             for stage in _SHARED_STAGES:
                 self.clock.skip(stage)
             return Portable.from_parts(stored)
-        from compiler.driver.portable_stage import make_portable
+        from compiler.driver.portable_stage import Ways, make_portable
 
         base = self.base, self.options.base_planes
         portable = make_portable(
@@ -187,8 +189,7 @@ class _Compilation:
             self.cache,
             self.clock,
             self.building.begin,
-            (budget, kv),
-            self.options.constant_time,
+            Ways((budget, kv), self.options.constant_time, self.options.substitutes),
         )
         self.cache.put(PORTABLE, key, portable.to_parts())
         return portable

@@ -55,6 +55,8 @@ class CompileOptions:
         kv: How keys and values are stored between runs; codes of int8 change what comes out.
         constant_time: Make a plan whose time and accesses depend on no activation and no value of a
             weight; see `compiler.quant.constant_time` for what is protected.
+        substitutes: Whether the plan may have variants without routers, for devices in need and for
+            routers in trouble; see `compiler.contract.substitutes`.
         progress: Called with a stage of `STAGES` and the share of the whole work done so far.
     """
 
@@ -76,6 +78,7 @@ class CompileOptions:
     accuracy_budget: float = 0.0
     kv: KvKind = KvKind.F32
     constant_time: bool = False
+    substitutes: bool = True
     progress: Progress = field(default=no_progress, compare=False)
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from compiler.contract.manifest import Requirements
 from compiler.contract.plan import Plan
 from compiler.contract.plan_format import Kind
 from compiler.contract.steering_points import SECTION as STEERING
+from compiler.contract.substitutes import SECTION as SUBSTITUTES
 from compiler.hardware.targets import Target
 from compiler.kernels.naming import kernel_name
 from compiler.kernels.registry import KERNELS
@@ -22,8 +23,8 @@ RUNTIME_BYTES: Final = 8 * 1024 * 1024
 """What loading a plan needs besides weights, arena and cache: huge-page rounding, context, code."""
 SLOTS: Final = 2
 """A device keeps the old bundle while it installs the new one."""
-_BASE_NAMES: Final = ("plan", STEERING)
-_WEIGHT_PREFIXES: Final = ("weights.", "adapter.", "expert.")
+_BASE_NAMES: Final = ("plan", STEERING, SUBSTITUTES)
+_WEIGHT_PREFIXES: Final = ("weights.", "adapter.", "expert.", "dense.")
 
 
 def requirements(plan: Plan, sections: Mapping[str, bytes]) -> Requirements:
@@ -73,7 +74,7 @@ def explain_rows(plan: Plan, target: Target) -> list[Json]:
 
 
 def base_parts(sections: Mapping[str, bytes] | None) -> dict[str, bytes]:
-    """Return the sections that grids and steering come from, the same for every target."""
+    """Return the sections that a new version may keep things of, the same for every target."""
     return {
         name: data
         for name, data in (sections or {}).items()

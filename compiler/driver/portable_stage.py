@@ -12,7 +12,7 @@ again, and a further target does nothing here at all.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object, sha256_hex
 from compiler.contract.elements import WORKSPACE_BUDGET_BYTES
@@ -43,6 +43,7 @@ from compiler.driver.sections import (
 )
 from compiler.driver.stages import ORIGINS, Portable, StageClock
 from compiler.driver.steering_stage import kept_points, search_steering
+from compiler.driver.substitutes import choose_substitutes
 from compiler.emitters.plan import EmittedPlan, emit_plan
 from compiler.frontend.limits import DEFAULT_LIMITS, ImportLimits
 from compiler.kernels.program import Module
@@ -65,6 +66,20 @@ _EMITTED: Final = 0.4
 """Shares of the plan stage that are done when bands are tried and when the plan is emitted."""
 
 
+class Ways(NamedTuple):
+    """What a plan is to be like.
+
+    Attributes:
+        lossy: What removing may lose, 0 removes what is dead; how keys and values are stored.
+        constant_time: Whether nothing may depend on values; see `compiler.quant.constant_time`.
+        substitutes: Whether there may be variants without routers.
+    """
+
+    lossy: tuple[float, KvKind] = (0.0, KvKind.F32)
+    constant_time: bool = False
+    substitutes: bool = True
+
+
 def make_portable(
     directory: Path,
     spec: PipelineSpec,
@@ -75,8 +90,7 @@ def make_portable(
     cache: StageCache,
     clock: StageClock,
     begin_kernels: Callable[[frozenset[Op]], None],
-    lossy: tuple[float, KvKind] = (0.0, KvKind.F32),
-    is_constant_time: bool = False,
+    ways: Ways,
 ) -> Portable:
     """Compile what every target shares.
 
@@ -90,28 +104,29 @@ def make_portable(
         cache: Where `lowered`, `record` and `weight` entries are.
         clock: Gets the times.
         begin_kernels: Told the operations as soon as they are known.
-        lossy: What removing may lose, 0 removes what is dead; how keys and values are stored.
-        is_constant_time: Whether nothing may depend on values; see `compiler.quant.constant_time`.
+        ways: What the plan is to be like.
 
     Raises:
         UserModelError: The submission is at fault.
         CompilerError: The base is no bundle, or a pass made an invalid program.
     """
-    packing, files = Packing(cache), {**model_files, **calibration}
-    removed = choose_cached(directory, spec, files, lossy, costs[0], packing.pack, cache, clock)
+    files, pack = {**model_files, **calibration}, (packing := Packing(cache)).pack
+    removed = choose_cached(directory, spec, files, ways.lossy, costs[0], pack, cache, clock)
     lowered = lower_cached(directory, model_files, cache, clock, *costs, removed)
     with clock.stage("quantise"):
-        old = base_weights(_possible(lowered, is_constant_time), *base)
+        old = base_weights(_possible(lowered, ways.constant_time), *base)
         record = record_cached(directory, spec, lowered.module, files, cache, clock, removed.digest)
         learned = learn_routing(lowered.module, record, base_widths(lowered.module, base[0]))
         begin_kernels(schedule_module(learned.module, record).module.ops)
-        packed = pack_module(learned.module, base=old, record=record, pack=packing.pack)
+        packed = pack_module(learned.module, base=old, record=record, pack=pack)
         facts = _weight_report(lowered.module, packed, old, record, calibration) | removed.report()
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     with clock.stage("plan"):
-        known = None if is_constant_time else record  # neither entropy nor memory may be told
+        known = None if ways.constant_time else record  # neither entropy nor memory may be told
         banded = band_module(directory, spec, learned.module, packed.packed, known, cache)
-        made, parts, plan_facts = _planned(spec, banded, packed, record, is_constant_time, clock)
+        fit = cache, known if ways.substitutes else None, pack, base[0]
+        banded, weights = choose_substitutes(directory, spec, banded, packed.packed, *fit)
+        made, parts, plan_facts = _planned(spec, banded, weights, record, ways, clock)
         parts, routing = _with_routing(directory, parts, learned, known, cache, clock, base[0])
     facts |= plan_facts | routing | _pass_facts(lowered, banded)
     return Portable(parts, made.planes, lowered.ir_text, facts, made.plan)
@@ -161,9 +176,9 @@ def _with_routing(
 def _planned(
     spec: PipelineSpec,
     banded: Banded,
-    packed: PackedModule,
+    packed: Mapping[int, PackedW4],
     record: CalibrationRecord | None,
-    is_constant_time: bool,
+    ways: Ways,
     clock: StageClock,
 ) -> tuple[EmittedPlan, dict[str, bytes], dict[str, Json]]:
     """Return what the plan became: its bytes, all sections that belong to it, and its facts."""
@@ -172,20 +187,20 @@ def _planned(
     checks: tuple[CheckedCall, ...] = ()
     neurons: tuple[NeuronChoice, ...] = ()
     rows: tuple[PackedChoice, ...] = ()
-    if is_constant_time:
+    if ways.constant_time:
         module = constant_time(scheduled.module)
     else:
         module, checks = learn_checks(scheduled.module, record)
         module, neurons = choose_neurons(module, record)
         module, rows = choose_packed(module)
-    emitted = emit_plan(module, weights_packed=packed.packed)
+    emitted = emit_plan(module, weights_packed=packed)
     scheduled.verify(emitted.plan)
     banded.verify(emitted.plan)
     pipeline = pipeline_section(spec, emitted.plan)
     sections = {**emitted.sections, **scheduled.sections, **banded.sections}
     sections |= {"plan": emitted.plan_bytes, "pipeline": pipeline.to_bytes()}
     facts = {**_plan_facts(module, emitted, checks), **scheduled.facts, **banded.facts}
-    facts |= {"neurons": [asdict(row) for row in neurons], "constant_time": is_constant_time}
+    facts |= {"neurons": [asdict(row) for row in neurons], "constant_time": ways.constant_time}
     facts |= {"packed_rows": [asdict(row) for row in rows]}
     return emitted, sections, facts
 

@@ -77,6 +77,7 @@ def provenance_document(
     accuracy_budget: float = 0.0,
     kv: KvKind = KvKind.F32,
     is_constant_time: bool = False,
+    has_substitutes: bool = True,
 ) -> dict[str, Json]:
     """Return the provenance of one bundle.
 
@@ -88,6 +89,7 @@ def provenance_document(
         accuracy_budget: What removing heads and channels could lose; only named if something.
         kv: How keys and values are stored; only named if not as f32.
         is_constant_time: Whether a constant-time plan was asked for; only named if so.
+        has_substitutes: Whether it may have substitutes of routers; only named if not.
     """
     lossy: dict[str, Json] = {"accuracy_budget": accuracy_budget} if accuracy_budget else {}
     lossy |= {"kv": kv.name} if kv else {}
@@ -101,6 +103,7 @@ def provenance_document(
         "tools": tool_versions(),
         **lossy,
         **({"constant_time": True} if is_constant_time else {}),
+        **({} if has_substitutes else {"substitutes": False}),
     }
 
 

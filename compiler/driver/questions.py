@@ -28,8 +28,8 @@ Item = TypeVar("Item")
 def chosen_cards(cards: Sequence[Card]) -> list[tuple[Card, list[Question]]]:
     """Return the cards that are seen, each with the questions that are asked about it."""
     return [
-        (card, _evenly(_rotated(card.questions, at), QUESTIONS_PER_CARD))
-        for at, card in enumerate(_evenly(cards, MAX_CARDS))
+        (card, evenly(_rotated(card.questions, at), QUESTIONS_PER_CARD))
+        for at, card in enumerate(evenly(cards, MAX_CARDS))
     ]
 
 
@@ -115,7 +115,13 @@ def _rotated(questions: tuple[Question, ...], by: int) -> tuple[Question, ...]:
     return questions[start:] + questions[:start]
 
 
-def _evenly(items: Sequence[Item], most: int) -> list[Item]:
+def evenly(items: Sequence[Item], most: int) -> list[Item]:
     """Return at most `most` items, spread evenly."""
     step = max(1, -(-len(items) // most))
     return list(items[::step])[:most]
+
+
+def held_out(cards: Sequence[Item]) -> list[Item]:
+    """Return the cards that `chosen_cards` leaves out, or all if it takes all."""
+    chosen = set(evenly(range(len(cards)), MAX_CARDS))
+    return [card for at, card in enumerate(cards) if at not in chosen] or list(cards)

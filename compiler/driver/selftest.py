@@ -17,8 +17,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from compiler.contract.bands import PREFIX
-from compiler.contract.pipeline import FAMILY_GRAPH, Pipeline, TokenSpec
+from compiler.contract.pipeline import FAMILY_GRAPH, PREFILL, SEE, Pipeline, TokenSpec
 from compiler.contract.selftest import SelfTest, SelfTestRun, SelfTestVector, output_digests
 from compiler.contract.session import (
     FORWARD,
@@ -85,6 +84,11 @@ class _Recorder:
         see(self, pipeline, image)
         self.seen = tuple(self.runs[before:]), self.runner.kv_length
 
+    def see_by(self, pipeline: Pipeline, image: bytes, suffix: str) -> None:
+        """See a picture by the variants of programs that have one of that suffix."""
+        self.forget()
+        see(_Variants(self, pipeline, suffix), pipeline, image)
+
     def forget(self) -> None:
         """Empty the cache."""
         self.seen = None
@@ -100,6 +104,20 @@ class _Recorder:
     def take(self, name: str) -> SelfTestVector:
         runs, self.runs = tuple(self.runs), []
         return SelfTestVector(name, runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Variants:
+    """Runs the variants of programs that have one."""
+
+    recorder: _Recorder
+    pipeline: Pipeline
+    suffix: str
+
+    def run(self, program: str, inputs: Mapping[str, Buffer]) -> Mapping[str, Buffer]:
+        variant = program + self.suffix
+        known = self.pipeline.programs
+        return self.recorder.run(variant if variant in known else program, inputs)
 
 
 def make_selftest(
@@ -196,8 +214,11 @@ def _hinted_candidates(
 
 
 def _variant_candidates(pipeline: Pipeline, cards: Sequence[Card]) -> Iterator[Candidate]:
-    """Yield a question for every variant of `step`, so that each one's bits are compared."""
-    variants = sorted(name for name in pipeline.programs if name.startswith(PREFIX))
+    """Yield a question for every variant of `step`, so that each one's bits are compared.
+
+    A substitute sees the picture by its own variants too.
+    """
+    variants = sorted(name for name in pipeline.programs if name.startswith(f"{STEP}."))
     for variant, (card, question) in zip(variants, card_order(cards), strict=False):
         yield _card_candidate(pipeline, cards, card, question, variant)
 
@@ -208,8 +229,14 @@ def _card_candidate(
     item = cards[card].questions[question]
     prompt = _words_of(pipeline).prompt(item.prompt, item.words)
 
+    suffix = program.removeprefix(STEP)
+    is_substitute = any(f"{name}{suffix}" in pipeline.programs for name in (SEE, PREFILL))
+
     def record(recorder: _Recorder) -> None:
-        recorder.see(pipeline, cards[card].image)
+        if suffix and is_substitute:
+            recorder.see_by(pipeline, cards[card].image, suffix)
+        else:
+            recorder.see(pipeline, cards[card].image)
         _record_steps(recorder, pipeline, prompt, program)
 
     variant = "" if program == STEP else f" by {program}"

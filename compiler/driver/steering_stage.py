@@ -32,6 +32,7 @@ from compiler.contract.steering_points import (
 )
 from compiler.driver import steering_trial
 from compiler.driver.band_trial import MAX_LOSS
+from compiler.driver.base_grids import changed_experts
 from compiler.driver.cache import StageCache, cache_key, scratch_directory
 from compiler.driver.kernel_stage import kernels_for
 from compiler.driver.native_check import host_target, run_child, write_sections
@@ -52,9 +53,6 @@ MARGINS: Final = (900, 800, 700)
 PULLS: Final = (50, 100, 150, 200, 300, 500, 1000)
 MOST_PROTECTED: Final = 2
 LEANS: Final = (500,)
-KEPT_SHARE: Final = 16
-"""A base's coefficients are kept while at most one in so many experts has changed."""
-_EXPERT: Final = "expert."
 MOST_JUDGED: Final = 3
 """Pulls that are judged, of those that the replays leave."""
 
@@ -124,15 +122,14 @@ def kept_points(sections: Mapping[str, bytes], base: Mapping[str, bytes]) -> Sea
     if SECTION not in base:
         return None
     names = {section.name for section in parse_plan(sections["plan"]).sections}
-    changed = {name for name in names if sections[name] != base.get(name)}
-    experts = [name for name in names if name.startswith(_EXPERT)]
-    if not changed <= {*experts} or KEPT_SHARE * len(changed) > len(experts):
+    changed = changed_experts({name: sections[name] for name in names}, base)
+    if changed is None:
         return None
     try:
         found = parse_steering_points(base[SECTION])
     except ContractError:
         return None
-    facts = {**asdict(found), "kept_from_base": len(changed)}
+    facts = {**asdict(found), "kept_from_base": changed}
     return Searched({SECTION: base[SECTION]}, {SECTION: facts})
 
 

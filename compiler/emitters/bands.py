@@ -8,12 +8,13 @@ same weights, the same cache. Called by the driver before the schedule goes onto
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from compiler.contract.bands import ENTROPY, STEP
 from compiler.contract.operations import Op
-from compiler.kernels.program import ABSENT, Buffer, Call, Module, Program, call_params
+from compiler.emitters.variants import BufferTable, needed_calls, with_own_buffers
+from compiler.kernels.program import Buffer, Call, Module, Program, call_params
 
 MAX_LAYERS: Final = 64
 """Layers whose entropies one COLS_CONCAT joins."""
@@ -40,7 +41,7 @@ def can_band(module: Module) -> bool:
 
 def with_entropy(module: Module) -> Module:
     """Return the module whose `step` has an output `entropy` (1, layers) f32, of its last row."""
-    table = _Table(module)
+    table = BufferTable(module)
     step = _step(module)
     calls: list[Call] = []
     parts: list[int] = []
@@ -81,9 +82,8 @@ def call_sources(module: Module, measured: Module, names: Iterable[str]) -> dict
         is_new = bool(call.outputs) and call.outputs[0] >= old
         numbers.append(-1 if is_new else first)
         first += not is_new
-    kept = _needed(step, {at for role, at in step.outputs.items() if role in _KEPT})
-    places = {id(call): at for at, call in enumerate(step.calls)}
-    variant = [numbers[places[id(call)]] for call in kept]
+    kept = needed_calls(step.calls, {at for role, at in step.outputs.items() if role in _KEPT})
+    variant = [numbers[at] for at in kept]
     return {STEP: numbers, **dict.fromkeys(names, variant)}
 
 
@@ -95,41 +95,18 @@ def with_variants(module: Module, variants: Mapping[str, Sequence[int]]) -> Modu
 
 
 def _with_variant(module: Module, name: str, top_k: Sequence[int]) -> Module:
-    table, step = _Table(module), _step(module)
+    table, step = BufferTable(module), _step(module)
     outputs = {role: at for role, at in step.outputs.items() if role in _KEPT}
-    calls = _needed(step, set(outputs.values()))
+    calls = [step.calls[at] for at in needed_calls(step.calls, set(outputs.values()))]
     ks = dict(zip(map(id, (c for c in calls if c.op in _ROUTERS)), top_k, strict=True))
     cols = {at: ks[id(call)] for call in calls if id(call) in ks for at in _chosen(call)}
-    own = {ABSENT: ABSENT}
-    for at in (*step.inputs.values(), *(at for c in calls for at in (*c.inputs, *c.outputs))):
-        if at not in own:
-            buffer = module.buffers[at]
-            own[at] = table.add(replace(buffer, cols=cols.get(at, buffer.cols)))
-    program = Program(
-        name,
-        tuple(
-            replace(
-                call,
-                inputs=tuple(own[at] for at in call.inputs),
-                outputs=tuple(own[at] for at in call.outputs),
-                params={**call.params, "k": ks[id(call)]} if id(call) in ks else call.params,
-            )
-            for call in calls
-        ),
-        {role: own[at] for role, at in step.inputs.items()},
-        {role: own[at] for role, at in outputs.items()},
+    narrower = tuple(
+        replace(call, params={**call.params, "k": ks[id(call)]}) if id(call) in ks else call
+        for call in calls
     )
+    program = Program(name, narrower, step.inputs, outputs)
+    program = with_own_buffers(module, table, program, cols)
     return replace(module, programs=(*module.programs, program), buffers=tuple(table.buffers))
-
-
-def _needed(step: Program, wanted: set[int]) -> list[Call]:
-    """Return the calls that some wanted buffer, or the cache, depends on, in order."""
-    kept: list[Call] = []
-    for call in reversed(step.calls):
-        if wanted & {*call.outputs} or call_params(call).get("kv_layer", -1) >= 0:
-            kept.append(call)
-            wanted |= {at for at in call.inputs if at != ABSENT}
-    return kept[::-1]
 
 
 def _chosen(call: Call) -> Sequence[int]:
@@ -151,18 +128,3 @@ def _routers(module: Module) -> list[Call]:
         for call in program.calls
         if call.op in _ROUTERS
     ]
-
-
-@dataclass(slots=True)
-class _Table:
-    """The buffers of a module, growing."""
-
-    buffers: list[Buffer]
-
-    def __init__(self, module: Module) -> None:
-        self.buffers = list(module.buffers)
-
-    def add(self, buffer: Buffer) -> int:
-        """Add a copy of a buffer; return its number."""
-        self.buffers.append(replace(buffer, id=len(self.buffers)))
-        return len(self.buffers) - 1

@@ -54,8 +54,8 @@ class Case:
     emitted: EmittedPlan
 
     @classmethod
-    def of(cls, module: Module) -> "Case":
-        packed = pack_module(module)
+    def of(cls, module: Module, packed: PackedModule | None = None) -> "Case":
+        packed = packed or pack_module(module)
         return cls(module, packed, emit_plan(module, weights_packed=packed.packed))
 
     def native(self, target_id: str) -> NativePlan:

@@ -6,7 +6,7 @@ memory, on one thread, by no policy: natively, and once more over numpy.
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def module(seed: int = 6) -> Module:
     return obey(made, schedule_ops(made, shown), shown)
 
 
-def pipeline_of(made: Module) -> Pipeline:
+def pipeline_of(made: Module, programs: Collection[str] = (SEE, STEP)) -> Pipeline:
     """Return what may be asked of it."""
 
     def ports(roles: Mapping[str, int]) -> dict[str, Port]:
@@ -83,7 +83,7 @@ def pipeline_of(made: Module) -> Pipeline:
     specs = {
         program.name: ProgramSpec(ports(program.inputs), ports(program.outputs))
         for program in made.programs
-        if program.name in (SEE, STEP)
+        if program.name in programs
     }
     image = ImageSpec(SIDE, SIDE, 1)
     context = made.kv.capacity if made.kv is not None else 0

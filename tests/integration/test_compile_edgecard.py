@@ -17,10 +17,13 @@ import pytest
 
 from benchmarks.compile import change_one_expert
 from compiler.contract.bands import STEP, BandedRunner, Bands, parse_bands, verify_bands
+from compiler.contract.degrade import Rung
+from compiler.contract.ladder import require_ladder
 from compiler.contract.manifest import parse_manifest
 from compiler.contract.native import NativePlan
 from compiler.contract.pipeline import parse_pipeline
 from compiler.contract.selftest import parse_selftest, run_selftest
+from compiler.contract.substitutes import Substitute, SubstituteRunner, parse_substitutes
 from compiler.driver.band_trial import try_bands
 from compiler.driver.base_grids import base_weights
 from compiler.driver.bundle_files import read_bundle
@@ -37,6 +40,7 @@ from tests.factories.bundles import STORE, compiled, submission
 
 MEASURED = ("stages", "native_check", "explained", "picture")
 """Rows of the report with times in them."""
+NARROW = Substitute.NARROW_DENSE
 TARGETS = ("x86-64-v3", "x86-64-v2", "x86-64-v1")
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -147,6 +151,33 @@ def test_its_entropy_bands_cost_no_accuracy(folder) -> None:
         few = answer_cards(BandedRunner(plan, bands), pipeline, cards[:1])
     assert answer_cards(simulated, pipeline, cards[:1]) == few
     assert sum(simulated.ran.get(name, 0) for name in bands.programs) > 0
+
+
+def test_its_narrow_layers_answer_as_they_were_judged(folder) -> None:
+    """On cards that neither the fit nor the trial saw, with fewer bytes than any rung above."""
+    bundle = compiled("v1", here("x86-64-v3"), folder)
+    found = parse_substitutes(bundle.sections["substitutes"])
+    assert found.kinds == (NARROW,)
+    assert bundle.report["substitutes"]["refused"].keys() == {"shared_only", "full_dense"}
+    pipeline = parse_pipeline(bundle.sections["pipeline"])
+    cards = evaluation("v1", bundle, folder)
+    with native(bundle) as plan:
+        ladder = require_ladder(plan.plan, parse_bands(bundle.sections["bands"]))
+        assert min(ladder, key=lambda rung: ladder[rung]) is Rung.NARROW_DENSE
+        before = score(answer_cards(plan, pipeline, cards)).accuracy
+        runner = SubstituteRunner(plan, found.kinds, pipeline.programs)
+        runner.taken = NARROW
+        after = score(answer_cards(runner, pipeline, cards)).accuracy
+        few = answer_cards(runner, pipeline, cards[:1])
+    judged = (found.right - found.rows[0].worse + found.rows[0].better) / found.questions
+    assert abs(after - judged) < 0.06
+    assert before - after < found.max_loss / 1e6
+    assert set(runner.ran) == {"see.narrow", "step.narrow"}
+    simulated = SubstituteRunner(BundleSimulator(bundle.sections), found.kinds, pipeline.programs)
+    simulated.taken = NARROW
+    assert answer_cards(simulated, pipeline, cards[:1]) == few
+    tested = parse_selftest(bundle.sections["selftest"])
+    assert {run.program for v in tested.vectors for run in v.runs} >= {"see.narrow", "step.narrow"}
 
 
 def test_native_code_and_simulator_choose_the_same_bands(folder) -> None:

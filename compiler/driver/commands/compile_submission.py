@@ -95,6 +95,13 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="read every weight whole, check nothing at run time: time and accesses depend on no "
         "activation and no value of a weight; the choice of experts is not hidden",
     )
+    parser.add_argument(
+        "--no-substitutes",
+        dest="substitutes",
+        action="store_false",
+        help="leave out what stands in for routed layers on the lowest rungs of a device and where "
+        "a router is in trouble: a smaller bundle, compiled sooner",
+    )
 
 
 def _run(options: argparse.Namespace, console: Console) -> Answer:
@@ -119,6 +126,7 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
             accuracy_budget=options.accuracy_budget,
             kv=KV_KINDS[options.kv],
             constant_time=options.constant_time,
+            substitutes=options.substitutes,
             base_sections=base[1] if base else None,
             base_planes={item.component: item.planes for item in base[0].sections}
             if base

@@ -13,6 +13,7 @@ NATS: Final = 1000
 """Entropies in reports are thousandths of a nat."""
 _KERNELS: Final = ("operation", "kernel", "weights", "because")
 _CLASS: Final = ("calls", "weights read", "rows", "in this plan")
+_SUBSTITUTES: Final = ("stands in", "right", "lost", "won", "bytes of a step")
 _BANDS: Final = ("entropy, nats", "steps", "program", "experts", "right", "because")
 _STEERING: Final = (
     *("pull", "protect", "margin", "lean", "experts a token", "misses"),
@@ -30,6 +31,7 @@ def running_lines(report: Mapping[str, Any]) -> Iterator[str]:
     yield from _routing_lines(report)
     yield from _band_lines(report)
     yield from steering_lines(report.get("steering"))
+    yield from _substitute_lines(report.get("substitutes"))
     yield from policy_lines(report.get("policy"))
     yield from _kernel_lines(report)
     yield from _weight_lines(report)
@@ -250,3 +252,29 @@ def steering_lines(found: Mapping[str, Any] | None) -> Iterator[str]:
         for at, row in enumerate(found["points"])
     ]
     yield from indented(table([_STEERING, *rows], right=frozenset(range(8))))
+
+
+def _substitute_lines(found: Mapping[str, Any] | None) -> Iterator[str]:
+    """Say what may stand in for routed layers, what it costs in answers, and what was refused."""
+    if not found:
+        return
+    yield ""
+    if found["rows"]:
+        asked, right = found["questions"], found["right"]
+        yield f"without routers; with them {right / asked:.2%} of {asked} held-out questions right:"
+        if "kept_from_base" in found:
+            yield f"  fitted on the base, from which {found['kept_from_base']} experts differ"
+        planned = found.get("planned", {})
+        rows = [
+            (
+                row["kind"],
+                f"{(right - row['worse'] + row['better']) / asked:.2%}",
+                row["worse"],
+                row["better"],
+                planned.get(row["kind"], ""),
+            )
+            for row in found["rows"]
+        ]
+        yield from indented(table([_SUBSTITUTES, *rows], right=frozenset(range(1, 5))))
+    for kind, reason in found["refused"].items():
+        yield f"no {kind}: {reason}"

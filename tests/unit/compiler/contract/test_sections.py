@@ -15,6 +15,7 @@ from compiler.contract.pipeline import parse_pipeline
 from compiler.contract.router_stats import parse_router_stats
 from compiler.contract.schedule import parse_schedule
 from compiler.contract.selftest import parse_selftest
+from compiler.contract.substitutes import parse_substitutes
 from tests.unit.compiler.contract.test_expert_groups import GROUPS
 from tests.unit.compiler.contract.test_pipeline import PIPELINE
 from tests.unit.compiler.contract.test_router_stats import STATS
@@ -31,6 +32,7 @@ PARSERS = {
         (VECTORS / "sections" / "router_stats.json").read_bytes(),
     ),
     "bands": (parse_bands, (VECTORS / "sections" / "bands.json").read_bytes()),
+    "substitutes": (parse_substitutes, (VECTORS / "sections" / "substitutes.json").read_bytes()),
     "schedule": (parse_schedule, (VECTORS / "sections" / "schedule.json").read_bytes()),
 }
 ODD_VALUES = (None, True, -1, 1 << 70, 1.5, "", "x", "\ud800", [], {}, [[]], {"a": {}})

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from compiler.contract.steering_points import MILLI, SECTION, Point, parse_steering_points
-from compiler.driver import steering_stage
+from compiler.driver import base_grids
 from compiler.driver.steering_stage import (
     MOST_JUDGED,
     best_margin,
@@ -85,7 +85,7 @@ def test_a_few_changed_experts_keep_the_coefficients_of_the_base(
     base = {**made.sections, "plan": made.plan_bytes, SECTION: found.to_bytes()}
     experts = sorted(name for name in made.sections if name.startswith("expert."))
     few, many = len(experts) // 2, len(experts) // 2 + 1
-    monkeypatch.setattr(steering_stage, "KEPT_SHARE", 2)
+    monkeypatch.setattr(base_grids, "KEPT_SHARE", 2)
 
     def changed(names: Iterable[str]) -> dict[str, bytes]:
         return {**base, **{name: bytes(len(base[name])) for name in names}}
