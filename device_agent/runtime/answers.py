@@ -138,6 +138,11 @@ class BundleAnswerer:
         """Return the rungs that this bundle has here; a way beyond them changes nothing."""
         return self._assembly.rungs
 
+    @property
+    def has_fallback(self) -> bool:
+        """Return whether this bundle can do without routers here."""
+        return self._assembly.has_fallback
+
     def understands(self, question: Question) -> bool:
         """Return whether the model knows every word and the size of the picture."""
         try:
@@ -158,6 +163,8 @@ class BundleAnswerer:
         limit_s = min(limit_s, self._timeout_s)
         start = monotonic()
         reasons = self._assembly.begin(way, start + limit_s)
+        if self._assembly.is_stale:
+            self._session.look_again()
         words, outcome, detail, fault = self._attempt(question, way)
         seconds = monotonic() - start
         ending = self._assembly.ended(seconds)

@@ -1,6 +1,6 @@
 """A loaded bundle made ready to answer: its runners in order, and who looks after it, put together.
 
-    dialogue -> bands -> sentinel -> work -> deadline -> steering -> native plan
+    dialogue -> substitutes -> bands -> sentinel -> work -> deadline -> steering -> native plan
     before an answer: rung, way, energy counter       after it: policy, steering, energy, rung
 
 The one place that knows this order. `answers.BundleAnswerer` answers whole questions with an
@@ -37,7 +37,7 @@ from device_agent.runtime.faults import AS_ASKED, Way
 from device_agent.runtime.hotset import HotSetFile
 from device_agent.runtime.residency import Residency, residency_of
 from device_agent.runtime.rule_book import RuleBook
-from device_agent.runtime.rungs import take_rung
+from device_agent.runtime.rungs import standing_of, take_rung
 from device_agent.runtime.scrubber import Scrubber, ScrubCounts
 from device_agent.runtime.sentinel import SentinelRunner
 from device_agent.runtime.signals import no_pool
@@ -119,7 +119,9 @@ class Assembly:
         self._work = WorkRunner(self._timed, bundle.pipeline, bundle.work)
         watched = SentinelRunner(self._work, bundle.pipeline)
         self._banded = None if bundle.bands is None else BandedRunner(watched, bundle.bands)
-        self.runner: Final[PlanRunner] = self._banded or watched
+        nearest = self._banded or watched
+        self._standing, self._substitutes = standing_of(nearest, bundle), bundle.substitutes
+        self.runner: Final[PlanRunner] = self._standing.runner if self._standing else nearest
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -136,6 +138,8 @@ class Assembly:
             }
         if self._banded is not None:
             facts["steps"] = dict(self._banded.ran)
+        if self._standing is not None:
+            facts["substitutes"] = self._standing.facts()
         if self._energy is not None:
             facts["energy"] = self._energy.facts()
             facts |= self._energy.gauges()
@@ -153,7 +157,18 @@ class Assembly:
     @property
     def rungs(self) -> frozenset[Rung]:
         """Return the rungs that this bundle has here; a way beyond them changes nothing."""
-        return frozenset(rungs_of(self._bands, is_paged=self._pager is not None))
+        is_paged = self._pager is not None
+        return frozenset(rungs_of(self._bands, self._substitutes, is_paged=is_paged))
+
+    @property
+    def has_fallback(self) -> bool:
+        """Whether it can do without routers here."""
+        return self._standing is not None and self._standing.fallback is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a picture in the cache came of other layers than those that answer now."""
+        return self._standing is not None and self._standing.runner.is_stale
 
     def begin(self, way: Way = AS_ASKED, deadline: float = float("inf")) -> tuple[str, ...]:
         """Set the plan up for an answer: on the present rung, or by `way`.
@@ -166,7 +181,7 @@ class Assembly:
             Why the answer is degraded from the start; empty if it is not.
         """
         rung = Rung.NORMAL if self._degrade is None else self._degrade.rung()
-        take_rung(rung, self._banded, self._pager, self._steering, way)
+        take_rung(rung, self._banded, self._pager, self._steering, way, self._standing)
         if self._energy is not None:
             self._energy.begin()
         self._timed.deadline = deadline
@@ -260,7 +275,9 @@ class Opening:
         if self.steers:
             steering = steering_keeper(bundle, self.monotonic, is_paged=is_paged)
         if self._degrade is None:
-            self._degrade = self._keeper(rungs_of(bundle.bands, is_paged=is_paged))
+            self._degrade = self._keeper(
+                rungs_of(bundle.bands, bundle.substitutes, is_paged=is_paged)
+            )
         return Assembly(
             bundle,
             self.monotonic,

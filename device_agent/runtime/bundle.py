@@ -18,7 +18,12 @@ from compiler.contract.bands import Bands, parse_bands, verify_bands
 from compiler.contract.canonical import sha256_hex
 from compiler.contract.degrade import Rung
 from compiler.contract.errors import ContractError
-from compiler.contract.ladder import ProgramWork, program_work, require_ladder
+from compiler.contract.ladder import (
+    ProgramWork,
+    program_work,
+    require_ladder,
+    substitute_bytes,
+)
 from compiler.contract.manifest import (
     MAX_MANIFEST_BYTES,
     ReleaseManifest,
@@ -42,6 +47,13 @@ from compiler.contract.steering_points import (
     SteeringPoints,
     modality_bias,
     parse_steering_points,
+)
+from compiler.contract.substitutes import SECTION as SUBSTITUTES
+from compiler.contract.substitutes import (
+    Substitute,
+    Substitutes,
+    parse_substitutes,
+    verify_substitutes,
 )
 from device_agent.errors import BundleError, NoBundleError
 from device_agent.runtime.residency import SectionSource, pooled_weights
@@ -131,6 +143,8 @@ class LoadedBundle:
         self_test: Bytes of the self-test section.
         policy: How its calls run; a bundle without one leaves nothing to choose.
         bands: Its variants of `step` and when they run; None if it has no variant.
+        substitutes: What may stand in for its routed layers; None for nothing.
+        substitute_bytes: What a step needs of weights with each of them.
         sections: SHA-256 and length of every section, as the manifest signs for them.
         ladder: What a step needs of weights on each rung, bytes.
         work: What one run of each program needs.
@@ -146,6 +160,8 @@ class LoadedBundle:
     self_test: bytes
     policy: Policy = PLAIN
     bands: Bands | None = None
+    substitutes: Substitutes | None = None
+    substitute_bytes: Mapping[Substitute, int] = field(default_factory=dict)
     sections: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     ladder: Mapping[Rung, int] = field(default_factory=dict)
     work: Mapping[str, ProgramWork] = field(default_factory=dict)
@@ -288,6 +304,7 @@ def _load(
         pipeline = parse_pipeline(bytes(views[PIPELINE]))
         policy = parse_policy(bytes(views[POLICY])) if POLICY in views else PLAIN
         bands = parse_bands(bytes(views[BANDS])) if BANDS in views else None
+        stand_ins = _substitutes(plan, views)
         steering, bias = _steering(views)
         sections = {item.component: (item.sha256, item.size_bytes) for item in manifest.sections}
         digests = {name: item.sha256 for name, item in named.items()}
@@ -302,14 +319,15 @@ def _load(
         ladder = require_ladder(plan, bands)
         weights = pool.load(plan, digests, kernels, make)
         runner = NativePlan(kernels, bytes(views[PLAN]), weights)
-    self_test = bytes(views[SELF_TEST])
     return LoadedBundle(
         manifest_sha256=sha256,
         runner=runner,
         pipeline=pipeline,
-        self_test=self_test,
+        self_test=bytes(views[SELF_TEST]),
         policy=policy,
         bands=bands,
+        substitutes=stand_ins,
+        substitute_bytes=substitute_bytes(plan),
         sections=sections,
         ladder=ladder,
         work=program_work(plan),
@@ -331,6 +349,17 @@ def _errors_of_the_plan() -> Iterator[None]:
     except (ContractError, OSError) as error:
         hint = error.hint if isinstance(error, ContractError) else ""
         raise BundleError(f"the plan does not load: {error}", hint=hint) from error
+
+
+def _substitutes(plan: Plan, views: Mapping[str, memoryview]) -> Substitutes | None:
+    """Return what may stand in for routed layers, checked against the plan.
+
+    Raises:
+        ContractError: The section does not parse, or the plan says something else.
+    """
+    found = parse_substitutes(bytes(views[SUBSTITUTES])) if SUBSTITUTES in views else None
+    verify_substitutes(plan, found)
+    return found
 
 
 def _verify(plan: Plan, views: Mapping[str, memoryview], bands: Bands | None) -> None:

@@ -186,6 +186,8 @@ class Course:
         """
         self._kept, self.told.at = -1, 0
         assembly = self._take()
+        if assembly.is_stale:
+            self.view.doubt()
         choose = self.choosing()
         manner = Manner(
             self.most, lambda outputs: self.told.chosen(choose(outputs)), self.told.came

@@ -61,6 +61,10 @@ class Holds(Protocol):
         """Rungs that it has."""
 
     @property
+    def has_fallback(self) -> bool:
+        """Whether it can do without routers here."""
+
+    @property
     def lost_threads(self) -> int:
         """Lent threads that have died."""
 
@@ -127,11 +131,11 @@ def degraded_by(
 
     Args:
         reasons: What the plan said: signals of rules, experts that were replaced.
-        met: Faults on the way; they are reasons if the answer failed or has fewer experts for them.
+        met: Faults on the way; they are reasons if the answer failed or has other bits for them.
         way: How it ran at last.
         failed: Whether it did not end by itself.
     """
-    by_faults = {kind.value for kind in met if failed or way.fewest}
+    by_faults = {kind.value for kind in met if failed or way.changes_answers}
     return tuple(sorted({*reasons, *by_faults} - {FaultKind.BAD_INPUT.value}))
 
 
@@ -224,6 +228,8 @@ class Custody(Generic[HeldT]):
         if remedy.restart:
             self._restart()
         opened = self._opened
+        if remedy.way.dense and (opened is None or not opened.answerer.has_fallback):
+            return False
         has = opened.answerer.rungs if opened is not None else frozenset()
         return not remedy.way.fewest or Rung.FEWER_EXPERTS in has
 

@@ -3,8 +3,8 @@
     sensors, answers, expert pool -> Observation -> `degrade_step` -> rung -> the plan's variant
 
 The answering thread asks before each answer; the machine is looked at once a second at most. A
-bundle has rungs below NORMAL if it carries variants of `step` with fewer experts (`bands`), and if
-its experts are paged in on this device.
+bundle has rungs below NORMAL if it carries variants of `step` with fewer experts (`bands`) or
+without any (`substitutes`), and if its experts are paged in on this device.
 """
 
 import logging
@@ -15,6 +15,7 @@ from typing import Final
 from compiler.contract.bands import Bands
 from compiler.contract.degrade import Rule, Rung, parse_rules, rules_bytes
 from compiler.contract.rule_language import comparisons
+from compiler.contract.substitutes import BY_RUNG, Substitutes
 from device_agent.probe import sensors
 from device_agent.runtime.degrade import Counter, DegradeState, Observation, degrade_step
 from device_agent.runtime.rule_book import RuleBook
@@ -49,17 +50,24 @@ DEFAULT_RULES: Final[tuple[Rule, ...]] = parse_rules(
 """For a device without rules of its own. Temperature is that of the hottest zone, the die's."""
 
 
-def rungs_of(bands: Bands | None, *, is_paged: bool = False) -> tuple[Rung, ...]:
+def rungs_of(
+    bands: Bands | None, substitutes: Substitutes | None = None, *, is_paged: bool = False
+) -> tuple[Rung, ...]:
     """Return the rungs that a bundle has here.
 
     Args:
         bands: Of the bundle.
+        substitutes: Of the bundle.
         is_paged: Whether its experts are fetched, ahead or when needed, rather than all in memory.
     """
     has = {
         Rung.NORMAL: True,
         Rung.NO_PREFETCH: is_paged,
         Rung.FEWER_EXPERTS: bands is not None and bool(bands.programs),
+        **{
+            rung: substitutes is not None and kind in substitutes.kinds
+            for rung, kind in BY_RUNG.items()
+        },
     }
     return tuple(rung for rung, there in has.items() if there)
 

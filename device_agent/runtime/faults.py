@@ -3,7 +3,8 @@
     exception -(kind_of)-> FaultKind -(REMEDIES)-> ways to try again, in order
 
 Pure. `answers` names the kind in its record, `guard` walks the table. A remedy that keeps all
-experts gives the same bits; one that takes fewer marks the answer as degraded. What the caller did
+experts gives the same bits; one that takes fewer, or does without routers, marks the answer as
+degraded. What the caller did
 wrong is no fault of the device: it is named, never retried, and moves no rung.
 """
 
@@ -49,12 +50,19 @@ class Way:
     Attributes:
         alone: On the caller's thread and by the plain policy; the same bits.
         fewest: With the fewest experts that the bundle has a variant for; other bits.
+        dense: Without routers, by the substitute that answers best and fits; other bits.
         prefetch: Experts are fetched ahead; without, when they are needed; the same bits.
     """
 
     alone: bool = False
     fewest: bool = False
+    dense: bool = False
     prefetch: bool = True
+
+    @property
+    def changes_answers(self) -> bool:
+        """Whether an answer may have other bits than as asked: it is degraded then."""
+        return self.fewest or self.dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +84,17 @@ class Remedy:
 AS_ASKED: Final = Way()
 """As the bundle asks for."""
 _FEWEST: Final = Remedy(way=Way(fewest=True))
+_DENSE: Final = Remedy(way=Way(dense=True))
 REMEDIES: Final[Mapping[FaultKind, tuple[Remedy, ...]]] = MappingProxyType(
     {
         FaultKind.OUT_OF_MEMORY: (
             Remedy(way=Way(alone=True, prefetch=False)),
             Remedy(way=Way(alone=True, prefetch=False, fewest=True)),
+            Remedy(way=Way(alone=True, prefetch=False, dense=True)),
         ),
-        FaultKind.NOT_FINITE: (Remedy(check=True), _FEWEST),
+        FaultKind.NOT_FINITE: (Remedy(check=True), _FEWEST, _DENSE),
         FaultKind.TIMEOUT: (),
-        FaultKind.MISSING_EXPERT: (Remedy(way=Way(prefetch=False)), _FEWEST),
+        FaultKind.MISSING_EXPERT: (Remedy(way=Way(prefetch=False)), _FEWEST, _DENSE),
         FaultKind.CORRUPT_WEIGHTS: (),
         FaultKind.DEAD_WORKER: (Remedy(restart=True),),
         FaultKind.CRASH: (Remedy(restart=True), Remedy(check=True, way=Way(alone=True))),
@@ -92,8 +102,9 @@ REMEDIES: Final[Mapping[FaultKind, tuple[Remedy, ...]]] = MappingProxyType(
         FaultKind.KERNEL_STATUS: (
             Remedy(check=True, restart=True, way=Way(alone=True)),
             _FEWEST,
+            _DENSE,
         ),
-        FaultKind.DISK: (Remedy(way=Way(prefetch=False)), _FEWEST),
+        FaultKind.DISK: (Remedy(way=Way(prefetch=False)), _FEWEST, _DENSE),
         FaultKind.THERMAL: (),
         FaultKind.PREFETCH_STALL: (Remedy(way=Way(prefetch=False)),),
     }

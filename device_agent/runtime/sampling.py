@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 
-from compiler.contract.bands import PREFIX
 from compiler.contract.pipeline import Pipeline
 from compiler.contract.session import STEP, Buffer, greedy
 from device_agent.errors import RequestError
@@ -37,7 +36,7 @@ def chooser(pipeline: Pipeline, temperature: float, seed: int) -> Chooser:
     _require_settings(temperature, seed)
     if temperature == 0:
         return greedy
-    steps = [name for name in pipeline.programs if name == STEP or name.startswith(PREFIX)]
+    steps = [name for name in pipeline.programs if name.partition(".")[0] == STEP]
     if any(LOGITS not in pipeline.programs[name].outputs for name in steps):
         raise RequestError("this bundle gives no logits", hint="leave temperature at 0, greedy")
     draws = random.Random(seed)  # noqa: S311 -- an answer, not a secret

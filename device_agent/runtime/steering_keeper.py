@@ -60,8 +60,17 @@ class SteeringKeeper:
         self._degraded = 0
         self._turn(fewer=False)
 
-    def answers(self, *, fewer: bool) -> None:
-        """Steer the next answer; `fewer` if a rung asks for the fewest experts."""
+    def answers(self, *, fewer: bool, rests: bool = False) -> None:
+        """Steer the next answer.
+
+        Args:
+            fewer: Whether a rung asks for the fewest experts.
+            rests: Whether routers are such that nothing may be steered; nothing is looked at.
+        """
+        if rests:
+            self.runner.follow(None)
+            self._looked_at, self._before = None, self._seat.counts()
+            return
         now = self._monotonic()
         if self._looked_at is None or now - self._looked_at >= LOOK_S:
             self._looked_at = now

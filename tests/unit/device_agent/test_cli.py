@@ -149,10 +149,10 @@ def test_it_checks_rules_without_running(
     rule, last = capsys.readouterr().out.splitlines()
     assert rule == "hot: fewer_experts, priority 7, looks at battery, temperature"
     assert last == "rules.json: rules: 1, no fault found"
-    path.write_bytes(path.read_bytes().replace(b"fewer_experts", b"shared_only"))
+    path.write_bytes(path.read_bytes().replace(b"fewer_experts", b"fewer_bits"))
     assert main(["check-rules", str(path)]) == 0
     told = capsys.readouterr().out
-    assert "hot: no bundle can have shared_only: devices go to what theirs has instead\n" in told
+    assert "hot: no bundle can have fewer_bits: devices go to what theirs has instead\n" in told
     path.write_bytes(path.read_bytes().replace(b"battery", b"batery"))
     assert main(["check-rules", str(path)]) == 1
     output = capsys.readouterr()

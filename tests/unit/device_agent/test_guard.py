@@ -216,6 +216,7 @@ class Fake:
     images: list[bytes] = field(default_factory=list)
     lost_threads: int = 0
     closed: bool = False
+    has_fallback: bool = False
     hangs: threading.Event | None = None
     manifest_sha256: str = SHA
 

@@ -187,9 +187,9 @@ class TestCommand:
         assert "hot (50): temperature > 55 C for 10 s -> fewer_experts" in told
         assert "1 rules, 1 devices" in told
         assert "fewer_experts: on how many of them the bundle has it is unknown" in told
-        path.write_text(json.dumps(document()).replace("fewer_experts", "shared_only"))
+        path.write_text(json.dumps(document()).replace("fewer_experts", "fewer_bits"))
         told = self.run("preview", "--file", str(path))
-        assert "shared_only: no bundle can have it: devices go to what theirs has" in told
+        assert "fewer_bits: no bundle can have it: devices go to what theirs has" in told
         path.write_text(json.dumps(document()))
         assert not DegradeRules.objects.exists()
         self.run("set", "--file", str(path), "--note", "try")
