@@ -25,6 +25,7 @@ _PARTS: Final[tuple[tuple[str, str], ...]] = (
     ("pipeline", "Words, prompts and limits"),
     ("policy", "Policy: how calls run"),
     ("bands", "Bands: when fewer experts do"),
+    ("dense.", "Narrow layers for devices in need"),
 )
 _REST: Final = "What helps to load experts"
 _UNCHECKED: Final = ("assembled", "structural", "unverified")
@@ -46,6 +47,7 @@ def summary_of(report: object, *, verified_on: str) -> Report:
         *_kernels(report, where),
         *_policy(report),
         *_bands(report),
+        *_substitutes(report),
         *_stages(report),
     )
     return Report(tuple(_facts(report, where)), tables)
@@ -219,6 +221,34 @@ def _bands(report: Document) -> Iterator[ReportTable]:
         rows_left_out=0,
         note=f"{percent(right / asked)} of {asked} calibration questions right without, "
         f"{percent(together / asked)} with them.",
+    )
+
+
+def _substitutes(report: Document) -> Iterator[ReportTable]:
+    found = _part(report, "substitutes")
+    rows, asked = items_in(found, "rows"), _number(found, "questions")
+    refused = _part(found, "refused")
+    if not rows and not refused:
+        return
+    right, planned = _number(found, "right"), _part(found, "planned")
+    kept = tuple(
+        (
+            text_in(row, "kind"),
+            percent((right - _number(row, "worse") + _number(row, "better")) / max(1, asked)),
+            text_in(planned, text_in(row, "kind")),
+            "may stand in",
+        )
+        for row in rows
+    )
+    reasons = tuple((cell_text("", kind), NONE, NONE, text_in(refused, kind)) for kind in refused)
+    yield ReportTable(
+        title="Without routers: the lowest rungs, and what helps where a router is in trouble",
+        columns=("Stands in", "Right answers", "Bytes of a step", "Why"),
+        rows=(*kept, *reasons),
+        rows_left_out=0,
+        note=f"{percent(right / asked)} of {asked} held-out questions right with routers."
+        if asked
+        else "",
     )
 
 

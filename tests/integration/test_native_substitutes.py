@@ -23,10 +23,13 @@ from compiler.contract.substitutes import SECTION, Substitute, SubstituteRunner,
 from compiler.emitters.substitutes import Substituted
 from compiler.kernels.program import Module
 from device_agent.runtime.answers import BundleAnswerer, Outcome, Question
+from device_agent.runtime.assembly import Assembly, Opening
 from device_agent.runtime.bundle import load_directory
 from device_agent.runtime.degrade_keeper import DegradeKeeper, rungs_of
 from device_agent.runtime.faults import FaultKind
-from device_agent.runtime.guard import InferenceGuard, Opened
+from device_agent.runtime.custody import Opened
+from device_agent.runtime.guard import InferenceGuard
+from device_agent.runtime.moe_runtime import MoERuntime
 from tests.factories.kernels import PORTABLE, Case, ids, library, native_targets, raw
 from tests.factories.modules import DecoderBuilder
 from tests.factories.soaked import KEPT, SIDE, TOKENS, pipeline_of
@@ -171,7 +174,10 @@ class Bundles:
 
 
 def guarded(folder: Path) -> InferenceGuard:
-    return InferenceGuard(lambda: Opened(BundleAnswerer(load_directory(folder), 60.0)), 60.0)
+    def reopen() -> Opened[BundleAnswerer]:
+        return Opened(BundleAnswerer(Assembly(load_directory(folder)), 60.0))
+
+    return InferenceGuard(reopen, 60.0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -197,6 +203,19 @@ def test_a_router_in_trouble_leads_to_what_needs_none(
     assert facts["guard"]["degraded"] == {"not_finite": 2}
     assert facts["substitutes"]["fallback"] == kinds[-1].value
     subject.close()
+
+
+def test_token_by_token_a_router_in_trouble_leads_there_too(tmp_path: Path) -> None:
+    bundles = Bundles(tmp_path, NARROW)
+    folder = bundles.written(bundles.with_bad_router(float("nan")))
+    opening = Opening(lambda: load_directory(folder))
+    with MoERuntime(opening) as runtime, runtime.session() as session:
+        first = session.generate("w3 w7", image=IMAGE)
+        assert first.words() == bundles.said(NARROW)
+        assert (first.stats.degraded, first.stats.reasons) == (True, ("not_finite",))
+        again = session.generate("w3 w7")
+        assert again.words() == bundles.said(NARROW)
+        assert again.stats.degraded
 
 
 def test_without_a_substitute_a_router_in_trouble_is_no_answer(tmp_path: Path) -> None:
@@ -243,7 +262,7 @@ def test_a_rule_takes_the_rung_and_lets_go(kind: Substitute, tmp_path: Path) -> 
     assert rungs == (Rung.NORMAL, Rung[kind.name])
     assert bundle.ladder[rungs[1]] < bundle.ladder[Rung.NORMAL]
     keeper = DegradeKeeper(RULES, rungs, lambda: clock[0], lambda: {"memory_pressure": pressure[0]})
-    subject = BundleAnswerer(bundle, 60.0, degrade=keeper)
+    subject = BundleAnswerer(Assembly(bundle, degrade=keeper), 60.0)
     expected = {True: bundles.said(kind), False: bundles.said(None)}
     assert expected[True] != expected[False], "else the test would not see which one answered"
     subject.answer(QUESTION)

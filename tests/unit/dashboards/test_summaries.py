@@ -36,6 +36,13 @@ BANDS = {
         | {"reason": "many would be lost"},
     ],
 }
+SUBSTITUTES = {
+    "questions": 200,
+    "right": 150,
+    "rows": [{"kind": "narrow_dense", "worse": 31, "better": 1}],
+    "planned": {"narrow_dense": 1200},
+    "refused": {"shared_only": "there are none"},
+}
 REPORT = {
     "verified_on": "qemu",
     "total_bytes": 4_000,
@@ -45,6 +52,7 @@ REPORT = {
     "explain": [{"operation": "LINEAR", "kernel": "k", "calls": {"step": 3}, "weight_bytes": 900}],
     "policy": POLICY,
     "bands": BANDS,
+    "substitutes": SUBSTITUTES,
     "stages": [{"name": "plan", "seconds": 0.5, "cached": False, "weights": 3}],
     "caveats": ["one thing", 3],
     "neurons": [{"operation": "LINEAR"}],
@@ -103,10 +111,23 @@ def test_it_says_when_fewer_experts_do() -> None:
 
 def test_the_rest_is_in_the_download() -> None:
     assert tables().keys() == {
-        *("What is in the bundle", "Kernels", "Policy", "Entropy bands", "Compiler stages")
+        *("What is in the bundle", "Kernels", "Policy", "Entropy bands", "Without routers"),
+        "Compiler stages",
     }
     assert tables()["Compiler stages"].columns == ("Name", "Took", "Cached")
     assert caveats_of(REPORT) == ("one thing",)
+
+
+def test_it_says_what_stands_in_for_routers_and_why_not() -> None:
+    found = tables()["Without routers"]
+    assert found.rows == (
+        ("narrow_dense", "60.0 %", "1,200", "may stand in"),
+        ("shared_only", "\N{EN DASH}", "\N{EN DASH}", "there are none"),
+    )
+    assert found.note == "75.0 % of 200 held-out questions right with routers."
+    alone = tables({"substitutes": {"rows": [], "refused": {"full_dense": "too many"}}})
+    assert [row[0] for row in alone["Without routers"].rows] == ["full_dense"]
+    assert "Without routers" not in tables({"substitutes": None})
 
 
 @pytest.mark.parametrize("odd", [None, [], 3, {}, {"sizes": 3}, {"caveats": {}}, {"bands": []}])
