@@ -290,8 +290,7 @@ def _load(
 ) -> LoadedBundle:
     """Verify and start a bundle; experts that come as they are needed are verified in memory."""
     named = {item.component: item for item in manifest.sections}
-    missing = sorted(NEEDED - named.keys())
-    if missing:
+    if missing := sorted(NEEDED - named.keys()):
         raise BundleError(f"the bundle has no section {missing[0]!r}")
     pool = WeightPool() if pool is None else pool
     plan_view = source.read(named[PLAN])

@@ -38,6 +38,10 @@ class Attempts(Answerer, Protocol):
         """Rungs that it has."""
 
     @property
+    def has_fallback(self) -> bool:
+        """Whether it can do without routers here."""
+
+    @property
     def lost_threads(self) -> int:
         """Lent threads that have died."""
 

@@ -98,7 +98,7 @@ class Case:
         self._require_counted(before, faults)
 
     def fewer(self, at: int, *faults: FaultKind) -> None:
-        """Ask: an answer with fewer experts, marked and counted."""
+        """Ask: an answer with fewer experts or without any, marked and counted."""
         record, _ = self.subject.ask(self.asked[at])
         assert record.faults == faults, record
         assert (record.outcome, record.degraded) == (Outcome.ENDED, True)
@@ -222,7 +222,7 @@ class TestWeights:
         where = first_scale(subject.subject.plan)
         before = bytes(where)
         where[:] = b"\xff\xff\xff\x7f"
-        subject.failed(0, F.NOT_FINITE)
+        subject.failed(0, F.NOT_FINITE, F.NOT_FINITE)
         where[:] = before
         subject.same(0)
 
@@ -242,11 +242,13 @@ class TestExperts:
         subject.same(0, F.MISSING_EXPERT)
         subject.same(1)
 
-    def test_an_expert_that_stays_away_ends_the_answer(self, case: Any) -> None:
+    def test_an_expert_that_stays_away_is_done_without(self, case: Any) -> None:
         paging = Paging()
         paging.fails = lambda event: event is ExpertEvent.USE
         subject = case(pager=paging, banded=True)
-        subject.failed(0, F.MISSING_EXPERT, F.MISSING_EXPERT, F.MISSING_EXPERT)
+        subject.fewer(0, F.MISSING_EXPERT, F.MISSING_EXPERT, F.MISSING_EXPERT)
+        substitutes = subject.subject.guard.facts["substitutes"]
+        assert substitutes["ran"]["step.narrow"] > 0
         paging.fails = lambda _event: False
         assert subject.subject.ask(subject.asked[0])[0].faults == ()
 
@@ -268,7 +270,7 @@ class TestExperts:
         paging = Paging()
         paging.fails = lambda _event: not (tmp_path / "expert").read_bytes()
         subject = case(pager=paging)
-        subject.failed(0, F.DISK, F.DISK)
+        subject.fewer(0, F.DISK, F.DISK)
         (tmp_path / "expert").write_bytes(b"here")
         subject.same(0)
 

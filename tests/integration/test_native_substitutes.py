@@ -25,9 +25,9 @@ from compiler.kernels.program import Module
 from device_agent.runtime.answers import BundleAnswerer, Outcome, Question
 from device_agent.runtime.assembly import Assembly, Opening
 from device_agent.runtime.bundle import load_directory
+from device_agent.runtime.custody import Opened
 from device_agent.runtime.degrade_keeper import DegradeKeeper, rungs_of
 from device_agent.runtime.faults import FaultKind
-from device_agent.runtime.custody import Opened
 from device_agent.runtime.guard import InferenceGuard
 from device_agent.runtime.moe_runtime import MoERuntime
 from tests.factories.kernels import PORTABLE, Case, ids, library, native_targets, raw
