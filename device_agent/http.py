@@ -4,6 +4,7 @@ Answers are asked for without content coding and refused with one, so that a len
 a length on the disk. Sizes are capped while reading and not after it.
 """
 
+import logging
 import random
 import ssl
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -31,13 +32,18 @@ from device_agent.errors import (
     TruncatedError,
     UnauthorizedError,
 )
+from device_agent.storage.floors import EARLIEST
 
 USER_AGENT: Final = "sparsefleet-agent/1"
 MAX_PROBLEM_BYTES: Final = 16 * 1024
 MAX_TRIES: Final = 1_000
 _BUSY: Final = HTTPStatus.TOO_MANY_REQUESTS
 _BAD_RANGE: Final = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+NO_CHECK_TIME: Final = 0x200000  # X509_V_FLAG_NO_CHECK_TIME, which `ssl` does not name
+CERTIFICATE_TIMES: Final = ("certificate is not yet valid", "certificate has expired")
+CLOCK_HINT: Final = "the clock of this device is wrong, or the server's certificate is old"
 T = TypeVar("T")
+log = logging.getLogger("device_agent.http")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ class HttpClient:
         self._http = httpx.Client(
             base_url=config.server_url,
             transport=transport,
-            verify=_trusted_certificates(config),
+            verify=_trusted_certificates(config, clock),
             timeout=httpx.Timeout(config.read_timeout_s, connect=config.connect_timeout_s),
             headers={"User-Agent": USER_AGENT, "Accept-Encoding": "identity"},
             follow_redirects=False,
@@ -197,7 +203,9 @@ class HttpClient:
         try:
             response = self._http.send(request, stream=True)
         except httpx.HTTPError as error:
-            raise NetworkError(f"{request.url.path}: {_reason(error)}") from error
+            reason = _reason(error)
+            hint = CLOCK_HINT if any(text in reason for text in CERTIFICATE_TIMES) else ""
+            raise NetworkError(f"{request.url.path}: {reason}", hint=hint) from error
         try:
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise ProtocolError(f"{request.url.path}: content coding was not asked for")
@@ -278,13 +286,18 @@ def _reason(error: httpx.HTTPError) -> str:
     return str(error) or type(error).__name__
 
 
-def _trusted_certificates(config: AgentConfig) -> ssl.SSLContext:
+def _trusted_certificates(config: AgentConfig, clock: Clock) -> ssl.SSLContext:
     if not config.server_url.startswith("https:"):
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody, and costs nothing
     try:
-        return ssl.create_default_context(cafile=config.ca_file or None)
+        context = ssl.create_default_context(cafile=config.ca_file or None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(f"ca_file cannot be used: {error}") from error
+    if clock.now() < EARLIEST:
+        # This clock was never set: it says nothing about when a certificate is good.
+        log.warning("the clock was never set: times of certificates are not checked")
+        context.verify_flags |= ssl.VerifyFlags(NO_CHECK_TIME)
+    return context
 
 
 def _require_length(response: httpx.Response, length: int) -> None:
