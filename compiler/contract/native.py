@@ -8,13 +8,11 @@ The caller must have verified the signature of all three: kernels are code. Stan
 """
 
 import ctypes
-import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from compiler.contract.expert_pages import PAGE_OPS
 from compiler.contract.native_abi import SfArgs, SfSetup, SfSizeReport
@@ -23,7 +21,7 @@ from compiler.contract.native_errors import (
     UnsupportedPlanError,
     raise_status,
 )
-from compiler.contract.native_fork import require_opened_here
+from compiler.contract.native_hold import BUSY, Held
 from compiler.contract.native_library import MAX_THREADS, KernelLibrary, Workers
 from compiler.contract.native_memory import Memory
 from compiler.contract.native_policy import PolicySeat
@@ -40,11 +38,10 @@ from compiler.contract.plan_format import (
 from compiler.contract.pooled_weights import PooledWeights, Seat
 from compiler.contract.storage_rules import NEURON_KINDS
 
-_BUSY: Final = "the plan is closed, or already running in another thread"
 _BUSY_TRACE: Final = "a trace cannot change while the plan is running or closed"
 
 
-class NativePlan:
+class NativePlan(Held):
     """A plan ready to run. Not for two threads at once; a second caller is refused.
 
     Any thread may close it: what runs then ends as it would, and nothing runs after it. Where it
@@ -78,9 +75,6 @@ class NativePlan:
         self.plan: Final = parse_plan(plan_bytes)
         self.cpus: Set[int] = frozenset()
         """Where threads lent from now on run; empty for anywhere."""
-        self._lock = threading.Lock()
-        self._pid: Final = os.getpid()
-        self._holder: int | None = None
         self._traced_by: object | None = None
         self._pager: PagerHook | None = None
         self._workers: Workers | None = None
@@ -88,8 +82,7 @@ class NativePlan:
         self._policy: PolicySeat | None = None
         self._steering: SteeringSeat | None = None
         loaded = KernelLibrary(kernels)
-        self._library: KernelLibrary | None = loaded
-        self._loaded: KernelLibrary | None = loaded
+        super().__init__(loaded)
         try:
             self._load(loaded, plan_bytes, sections)
             self.threads = threads
@@ -281,7 +274,7 @@ class NativePlan:
             NativeError: An input is missing or of a wrong size, or a run-time error (see the
                 subclasses). The cache is as before.
         """
-        library = self._take(_BUSY)
+        library = self._take(BUSY)
         try:
             chosen = self._chosen(program)
             tokens = chosen.fill(inputs, self.plan.max_tokens)
@@ -331,41 +324,6 @@ class NativePlan:
             if status:
                 raise_status(status, f"program {program!r} call {self._args.failed_call}")
             return int(self._args.tokens)
-
-    @contextmanager
-    def _held(self, refusal: str = _BUSY, *, waits: bool = False) -> Iterator[KernelLibrary]:
-        library = self._take(refusal, waits=waits)
-        try:
-            yield library
-        finally:
-            self._give()
-
-    def _take(self, refusal: str, *, waits: bool = False) -> KernelLibrary:
-        """Have the plan for one call, until `_give`.
-
-        Raises:
-            NativeError: It is closed or, if one does not wait, at a call; or as a fork.
-        """
-        self._require_here()
-        waits &= self._holder != threading.get_ident() and os.getpid() == self._pid
-        if self._lock.acquire(blocking=waits):
-            self._holder = threading.get_ident()
-            if self._library is not None:
-                return self._library
-            self._give()
-        raise NativeError(refusal)
-
-    def _require_here(self) -> None:
-        """Refuse a fork, which has none of the threads that this plan needs."""
-        if self._seat is not None or self.threads > 1:
-            require_opened_here(self._pid)
-
-    def _give(self) -> None:
-        """Give the plan back; one that was closed meanwhile is unloaded now."""
-        self._holder = None
-        self._lock.release()
-        if self._library is None:
-            self.close()
 
     def _chosen(self, program: str) -> NativeProgram:
         if program not in self._programs:
@@ -461,21 +419,8 @@ class NativePlan:
             if status:
                 raise_status(status, f"cache of {length} rows")
 
-    def close(self) -> None:
-        """Unload the kernels; where another thread is at a call, it does so after it.
-
-        Memory goes when the last result view goes. Threads that a damaged context does not let go
-        keep kernels and memory as they are.
-        """
-        self._library = None
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            library, self._loaded = self._loaded, None
-            if library is not None:
-                self._unload(library)
-        finally:
-            self._lock.release()
+    def _is_bound(self) -> bool:
+        return self._seat is not None or self.threads > 1
 
     def _unload(self, library: KernelLibrary) -> None:
         for swapped in (self._policy, self._steering):
@@ -486,12 +431,6 @@ class NativePlan:
             self._seat.close()
         if left:
             library.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _require_threads(threads: int) -> None:

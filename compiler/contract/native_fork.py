@@ -5,7 +5,7 @@ that one of them was reading never comes. So expert pools, and plans that have o
 remember who opened them; a call from a forked process raises, and what would end them does nothing
 there. A plan that runs on its caller's thread alone may be forked, and each process has its own.
 
-Called by `native`, `native_library`, `expert_pool` and `pooled_weights`. Standard library only.
+For `native_hold`, `native_library`, `expert_pool` and `pooled_weights`. Standard library only.
 """
 
 import os
