@@ -46,16 +46,10 @@ def read_gaps(reader: BlobReader, limit: int, most: int) -> Positions:
         DeltaFormatError: Too many positions, one out of range, or a list that ends in an escape.
     """
     steps = np.frombuffer(reader.blob(most + limit // BYTE), np.uint8)
-    if not steps.size:
-        return np.zeros(0, np.int32)
-    ends = np.flatnonzero(steps != BYTE)
-    if ends.size > most or steps[-1] == BYTE:
-        raise DeltaFormatError("gap list too long or unfinished")
+    ends = _ends(steps == BYTE, most)
     positions = np.cumsum(steps, dtype=np.int32)[ends]  # at most 255 x (1 Mi + 16 Ki) < 2^31
     positions += np.arange(ends.size, dtype=np.int32)
-    if positions[-1] >= limit:
-        raise DeltaFormatError("gap list leaves its range")
-    return positions
+    return _within(positions, limit)
 
 
 def read_wide_gaps(reader: BlobReader, limit: int, most: int) -> Positions:
@@ -67,13 +61,21 @@ def read_wide_gaps(reader: BlobReader, limit: int, most: int) -> Positions:
     low = np.frombuffer(reader.blob(most + limit // PAIR), np.uint8)
     high = np.frombuffer(reader.blob(low.size, exact=True), np.uint8)
     steps = low | high.astype(np.uint16) << 8
-    if not steps.size:
-        return np.zeros(0, np.int64)
-    ends = np.flatnonzero(steps != PAIR)
-    if ends.size > most or steps[-1] == PAIR:
-        raise DeltaFormatError("gap list too long or unfinished")
+    ends = _ends(steps == PAIR, most)
     positions = np.cumsum(steps, dtype=np.int64)[ends]
     positions += np.arange(ends.size)
-    if positions[-1] >= limit:
+    return _within(positions, limit)
+
+
+def _ends(goes_on: npt.NDArray[np.bool_], most: int) -> npt.NDArray[np.int64]:
+    """Return which steps end a gap."""
+    ends = np.flatnonzero(~goes_on)
+    if ends.size > most or (goes_on.size and goes_on[-1]):
+        raise DeltaFormatError("gap list too long or unfinished")
+    return ends
+
+
+def _within(positions: Positions, limit: int) -> Positions:
+    if positions.size and positions[-1] >= limit:
         raise DeltaFormatError("gap list leaves its range")
     return positions

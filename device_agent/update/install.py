@@ -134,7 +134,7 @@ class InstallSteps:
         manifest = self._manifest(context)
         try:
             for section in manifest.sections:
-                self.store.read_verified(section.sha256, section.size_bytes).release()
+                self.store.verify(section.sha256, section.size_bytes).close()
         except BundleError:
             if context.repairs >= MAX_REPAIRS:
                 raise
