@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, Protocol
 
-from compiler.contract.degrade import Rung
 from device_agent.runtime.answers import Answerer, AnswerRecord, Outcome, Question
-from device_agent.runtime.custody import Custody, Opened, degraded_by
+from device_agent.runtime.custody import Custody, Holds, Opened, degraded_by
 from device_agent.runtime.faults import (
     REMEDIES,
     FaultError,
@@ -30,20 +29,8 @@ log = logging.getLogger("device_agent.runtime")
 _MS: Final = 1e3
 
 
-class Attempts(Answerer, Protocol):
+class Attempts(Answerer, Holds, Protocol):
     """An answerer that makes one attempt at a time, in a given way."""
-
-    @property
-    def rungs(self) -> frozenset[Rung]:
-        """Rungs that it has."""
-
-    @property
-    def has_fallback(self) -> bool:
-        """Whether it can do without routers here."""
-
-    @property
-    def lost_threads(self) -> int:
-        """Lent threads that have died."""
 
     def answer(self, question: Question, way: Way = ..., limit_s: float = ...) -> AnswerRecord:
         """Make one attempt; what goes wrong is in the record."""
