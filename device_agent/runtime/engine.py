@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from device_agent.runtime.affinity import AUTO
 from device_agent.runtime.answers import Answerer, BundleAnswerer
 from device_agent.runtime.assembly import Opening
 from device_agent.runtime.bundle import LoadedBundle, load_bundle
+from device_agent.runtime.children import run_module
 from device_agent.runtime.custody import Opened
 from device_agent.runtime.degrade_keeper import DEFAULT_RULES
 from device_agent.runtime.energy import UNVERIFIED, EnergyMeter, EnergyModel
@@ -26,7 +26,6 @@ from device_agent.storage.objects import ObjectStore
 from device_agent.storage.slots import Pointer
 
 _PROCESS: Final = "device_agent.runtime.self_test_process"
-_PACKAGE_ROOT: Final = Path(__file__).resolve().parents[2]
 MAX_OUTPUT_SHOWN: Final = 300
 
 
@@ -94,24 +93,14 @@ class NativeEngine:
 
     def self_test(self, pointer: Pointer) -> None:
         """Run the self-test in a child; see `Engine`."""
-        command = [
-            sys.executable,
-            "-m",
-            _PROCESS,
+        arguments = [
             str(self.state_dir.resolve()),
             pointer.manifest_sha256,
             str(pointer.size_bytes),
             str(self.weights.budget_bytes),
         ]
         try:
-            done = subprocess.run(  # noqa: S603 -- our own module
-                command,
-                cwd=_PACKAGE_ROOT,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=self.self_test_timeout_s,
-                check=False,
-            )
+            done = run_module(_PROCESS, arguments, self.self_test_timeout_s)
         except subprocess.TimeoutExpired:
             raise SelfTestFailedError(
                 f"the self-test was not finished after {self.self_test_timeout_s:g} s"

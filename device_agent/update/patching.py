@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,13 +24,13 @@ from device_agent.errors import (
     PatchProcessError,
 )
 from device_agent.runtime.bundle import read_manifest
+from device_agent.runtime.children import run_module
 from device_agent.storage.disk import Disk
 from device_agent.storage.objects import ObjectStore
 from device_agent.update.apply import apply_offer
 from device_agent.update.in_place import PatchFolder, patch_objects
 
 _PROCESS: Final = "device_agent.update.patch_process"
-_PACKAGE_ROOT: Final = Path(__file__).resolve().parents[2]
 MAX_OUTPUT_SHOWN: Final = 300
 # Exit status of the child -> what is raised here. 0 is success; any other means that it died.
 STATUSES: Final[Mapping[int, type[AgentError]]] = {3: DeltaUnusableError, 4: DiskFullError}
@@ -146,17 +145,8 @@ class ProcessPatcher:
         limits = {"cpu_s": max(1, round(self.timeout_s)), "memory_bytes": self.memory_bytes}
         quota = {"max_bytes": self.store.max_bytes, "reserve_bytes": self.store.reserve_bytes}
         order = json.dumps({"job": job.to_json(), "parent": os.getpid(), **limits, **quota})
-        # -B: nothing but objects is written.
-        command = [sys.executable, "-B", "-m", _PROCESS, str(self.state_dir.resolve()), order]
         try:
-            done = subprocess.run(  # noqa: S603 -- our own module
-                command,
-                cwd=_PACKAGE_ROOT,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=self.timeout_s,
-                check=False,
-            )
+            done = run_module(_PROCESS, [str(self.state_dir.resolve()), order], self.timeout_s)
         except subprocess.TimeoutExpired:
             self._dead(job, f"the delta was not applied after {self.timeout_s:g} s")
         except OSError as error:
