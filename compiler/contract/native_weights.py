@@ -2,13 +2,16 @@
 
     sections -> one anonymous mapping, 2 MB aligned, huge pages advised -> any number of plans
 
-A plan's tape and its kernels can so be replaced while the weights stay where they are. Kernels only
-read them. The memory goes when the last plan goes that holds them.
+A plan's tape and its kernels can so be replaced while the weights stay where they are, and so can
+single experts: sections that are in memory already are lent, only the others are copied. Kernels
+only read them. A mapping goes when the last plan goes that reads anything in it.
 """
 
 import ctypes
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Protocol
 
 from compiler.contract.native_abi import SfSection
@@ -32,28 +35,64 @@ class SectionEntry(Protocol):
         """Bytes of it."""
 
 
-class LoadedWeights:
-    """Sections copied into one mapping."""
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A section in memory, which stays while this is kept.
 
-    def __init__(self, entries: tuple[SectionEntry, ...], sections: Mapping[str, Buffer]) -> None:
+    Attributes:
+        memory: The mapping.
+        at: Where the section begins in it.
+        length: Bytes.
+    """
+
+    memory: Memory
+    at: int
+    length: int
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes."""
+        return self.memory.view[self.at : self.at + self.length]
+
+
+NOTHING_LENT: Final[Mapping[str, Held]] = MappingProxyType({})
+
+
+class LoadedWeights:
+    """Sections copied into one mapping, but for those that are lent."""
+
+    def __init__(
+        self,
+        entries: tuple[SectionEntry, ...],
+        sections: Mapping[str, Buffer],
+        lent: Mapping[str, Held] = NOTHING_LENT,
+    ) -> None:
         """Copy the sections that a plan names.
+
+        Args:
+            entries: Those of the plan.
+            sections: Their bytes.
+            lent: Sections with the same bytes that are in memory.
 
         Raises:
             NativeError: One is missing or has another length, or there is no memory.
         """
-        self.memory: Final = Memory(sum(align(entry.length) for entry in entries))
+        lent = {entry.name: lent[entry.name] for entry in entries if entry.name in lent}
+        own = [entry for entry in entries if entry.name not in lent]
+        self.memory: Final = Memory(sum(align(entry.length) for entry in own))
         self.damaged: Final[set[str]] = set()
-        """Sections found changed and not mended; known to every plan that shares them."""
-        self._places: dict[str, tuple[int, int]] = {}
+        """Sections found changed and not mended; known to every plan that shares them all."""
+        held: dict[str, Held] = {}
         at = 0
-        for entry in entries:
+        for entry in own:
             if entry.name not in sections:
                 raise NativeError(f"section {entry.name!r} is missing")
             data = memoryview(sections[entry.name]).cast("B")
             require_length(entry, len(data))
-            self.memory.view[at : at + entry.length] = data
-            self._places[entry.name] = self.memory.address + at, entry.length
+            held[entry.name] = Held(self.memory, at, entry.length)
+            held[entry.name].view[:] = data
             at += align(entry.length)
+        self._held: Final = {e.name: lent.get(e.name) or held[e.name] for e in entries}
 
     def table(self, entries: tuple[SectionEntry, ...]) -> "ctypes.Array[SfSection]":
         """Return what `sf_init` reads, for a plan that names these sections.
@@ -61,18 +100,21 @@ class LoadedWeights:
         Raises:
             NativeError: One is not here, or has another length.
         """
-        return fill_table(entries, self._places)
+        places = {name: (h.memory.address + h.at, h.length) for name, h in self._held.items()}
+        return fill_table(entries, places)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Sections that are here, in order."""
-        return tuple(self._places)
+        return tuple(self._held)
 
     def section(self, name: str) -> memoryview:
         """Return the bytes of a section as they are in memory now; writing them repairs it."""
-        at, length = self._places[name]
-        first = at - self.memory.address
-        return self.memory.view[first : first + length]
+        return self._held[name].view
+
+    def held(self, name: str) -> Held:
+        """Return a section to lend."""
+        return self._held[name]
 
     def check_experts(self, most_bytes: int) -> Mapping[str, bool]:  # noqa: ARG002
         """Return nothing: every section is among `names`."""
@@ -80,12 +122,18 @@ class LoadedWeights:
 
     @property
     def size(self) -> int:
-        """Bytes of weights in memory."""
-        return len(self.memory.view)
+        """Bytes of memory that are kept for them, with what else lies where they were lent from."""
+        return kept_bytes(self._held.values())
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of sections that were lent."""
+        return sum(h.length for h in self._held.values() if h.memory is not self.memory)
 
     def huge_bytes(self) -> int | None:
-        """Return how many of them lie on huge pages; None if the system does not say."""
-        return self.memory.huge_bytes()
+        """Return how much of that lies on huge pages; None if the system does not say."""
+        found = [memory.huge_bytes() for memory in _memories(self._held.values())]
+        return None if None in found else sum(bytes_ for bytes_ in found if bytes_ is not None)
 
     def fits(self, kernels: bytes) -> bool:  # noqa: ARG002 - sections are the same for all
         """Return whether a plan with these kernels can use them."""
@@ -97,6 +145,15 @@ class LoadedWeights:
 
     def seat(self, library: KernelLibrary, context: int, keeps: object) -> None:
         """Do nothing: everything is there."""
+
+
+def kept_bytes(held: Iterable[Held]) -> int:
+    """Return the bytes of the mappings that sections lie in, each once."""
+    return sum(len(memory.view) for memory in _memories(held))
+
+
+def _memories(held: Iterable[Held]) -> Iterable[Memory]:
+    return {id(item.memory): item.memory for item in held}.values()
 
 
 def fill_table(

@@ -58,7 +58,7 @@ from compiler.contract.substitutes import (
 from device_agent.errors import BundleError, NoBundleError
 from device_agent.runtime.residency import SectionSource, pooled_weights
 from device_agent.runtime.threads import ThreadedRunner
-from device_agent.runtime.weights import WeightPool, Weights
+from device_agent.runtime.weights import Lent, WeightPool, Weights
 from device_agent.storage.disk import Disk
 from device_agent.storage.objects import ObjectStore
 from device_agent.storage.slots import Pointer, Slots
@@ -309,9 +309,9 @@ def _load(
         digests = {name: item.sha256 for name, item in named.items()}
         kernels = bytes(views[KERNELS])
 
-        def make() -> Weights:
+        def make(lent: Lent) -> Weights:
             if layout is None:
-                return LoadedWeights(plan.sections, views)
+                return LoadedWeights(plan.sections, views, lent)
             return pooled_weights(kernels, layout, views, named, source, pool.hotset)
 
         _verify(plan, views, bands)
