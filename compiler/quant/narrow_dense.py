@@ -32,9 +32,9 @@ MOST_ROWS: Final = 2048
 """Rows that are fitted; of more, every second, third, ... one."""
 RIDGE: Final = 1e-3
 """Of the mean of the diagonal of the normal equations."""
-CANDIDATES: Final = 8
+CANDIDATES: Final = 4
 """Neurons that are looked at, for each one that is kept."""
-ROUNDS: Final = 16
+ROUNDS: Final = 8
 HELD: Final = 1e-2
 """Of the mean energy of the candidates: a neuron that hardly ever speaks is no good witness."""
 LEAST_GATE: Final = 1e-6

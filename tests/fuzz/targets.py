@@ -47,6 +47,7 @@ from compiler.contract.rules_order import RULES_PATH, RulesOrder
 from compiler.contract.schedule import parse_schedule
 from compiler.contract.selftest import parse_selftest
 from compiler.contract.steering_points import Point, SteeringPoints, parse_steering_points
+from compiler.contract.substitutes import parse_substitutes
 from compiler.contract.telemetry import Sketch, TelemetryBatch, parse_batch
 from compiler.delta import MemorySections, apply_delta
 from compiler.delta.bsdiff import apply_bsdiff4, make_bsdiff4
@@ -319,6 +320,7 @@ _STEERING: Final = SteeringPoints(
 TARGETS: Final[Mapping[str, Target]] = MappingProxyType(
     {
         "bands": Target(parse_bands, vectors("sections", "bands.json")),
+        "substitutes": Target(parse_substitutes, vectors("sections", "substitutes.json")),
         "bsdiff4": Target(lambda data: apply_bsdiff4(data, _SOURCE, len(_MADE)), _patches),
         "condition": Target(
             lambda data: parse_condition(data.decode("utf-8", "replace"), SIGNALS), _texts
