@@ -60,6 +60,7 @@ _CALLS: Final[Mapping[str, tuple[type, tuple[type, ...]]]] = {
     "want": (ctypes.c_int32, (_P, _U32)),
     "pass": (ctypes.c_int32, (_P,)),
     "chose": (ctypes.c_int32, (_P, _P, _U32)),
+    "told": (ctypes.c_int32, (_P, _P, _U32)),
     "touch": (ctypes.c_int32, (_P, _U32)),
     "settle": (ctypes.c_int32, (_P,)),
     "dump": (ctypes.c_int32, (_P, _P, _U64, _P)),
@@ -253,8 +254,19 @@ class ExpertPool:
         Raises:
             NativeError: There is no such expert.
         """
+        self._say("chose", experts)
+
+    def foretell(self, experts: Sequence[int]) -> None:
+        """Say whom the router of a coming layer would choose, as a run does that asks it early.
+
+        Raises:
+            NativeError: There is no such expert.
+        """
+        self._say("told", experts)
+
+    def _say(self, call: str, experts: Sequence[int]) -> None:
         numbers = (ctypes.c_uint32 * max(1, len(experts)))(*experts)
-        if self._calls["chose"](self.address, ctypes.addressof(numbers), len(experts)):
+        if self._calls[call](self.address, ctypes.addressof(numbers), len(experts)):
             raise NativeError("there is no such expert")
 
     def touch(self, number: int) -> bool:
@@ -298,10 +310,12 @@ class ExpertPool:
         for want of room, and too late. overshot: loads beyond the budget, while two contexts run.
         failed, corrupt: loads that were cut short, that read other bytes than were verified;
         `corrupt` also experts that were found changed in memory.
-        stall_ns: time that runs waited. moved, fresh, returned: runs that changed their place, that
-        the system gave, that went back. asked, given: bytes of experts in memory, and of the
-        runs that hold them. free: bytes of runs that any expert could have at once. predicted,
-        foreseen: experts that the predictor named and those that were then chosen, of `chosen`.
+        stall_ns: time that runs waited. read_ns: time of reads, in whichever thread. moved, fresh,
+        returned: runs that changed their place, that the system gave, that went back. asked, given:
+        bytes of experts in memory, and of the runs that hold them. free: bytes of runs that any
+        expert could have at once. predicted, foreseen: experts that were named ahead, by a router
+        or by what was learned, and those that were then chosen, of `chosen`. cached: hits on
+        experts that a cache of CACHE_KB holds together with all used since.
         """
         counts = SfPoolCounts(struct_bytes=ctypes.sizeof(SfPoolCounts))
         self._calls["read_counts"](self.address, ctypes.addressof(counts))

@@ -1,18 +1,31 @@
 """Which operands fit ROUTE, EXPERTS and their pages; rows of `operand_rules.RULES` name these."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
-from compiler.contract.operands import Operands, need, same, same_rows, vector
+from compiler.contract.operands import Operands, Shape, need, same, same_rows, vector
 from compiler.contract.operations import GATED, SIGMOID_ORDERS, Op
 
 MAX_LINEAR_K: Final = 8192
 MAX_EXPERTS: Final = 1024
+MOST_FORESEEN_ROWS: Final = 8
+"""More rows than these choose so many experts that EXPERT_FORESEE can tell nothing."""
 CODES: Final = "codes"
 """Port of a weight of one of `CODE_KINDS`."""
 CODE_KINDS: Final = ("w4", "w8")
 """In how many bits the matrices of experts may be stored."""
-EXPERT_WEIGHTS: Final = (Op.EXPERTS, Op.EXPERT_PREFETCH, Op.EXPERT_LOAD)
-"""Operations all of whose weights are those of experts, one after the other."""
+FIRST_EXPERT: Final[Mapping[Op, int]] = MappingProxyType(
+    {
+        Op.EXPERTS: 0,
+        Op.MOE_LAYER: 4,
+        Op.EXPERT_PREFETCH: 0,
+        Op.EXPERT_LOAD: 0,
+        Op.EXPERT_FORESEE: 5,
+    }
+)
+"""Where the weights of experts begin; from there on they follow one after the other."""
 
 
 def expert_kinds(biases: int) -> tuple[str, ...]:
@@ -24,6 +37,24 @@ def pages(c: Operands) -> None:
     """Check EXPERT_PREFETCH and EXPERT_LOAD: whole experts; which, the order of the tape says."""
     stride = len(expert_kinds(c.number("biases")))
     need(len(c.weights) % stride == 0, f"an expert has {stride} weights")
+
+
+def foresee(c: Operands) -> None:
+    """Check EXPERT_FORESEE: what norm and router take, then an expert per row of the router."""
+    x, router, first = c.source(0), c.weight(2), FIRST_EXPERT[Op.EXPERT_FORESEE]
+    for at in (0, 1):
+        vector(c.maybe_weight(at), x.cols, "EXPERT_FORESEE norm")
+    need(
+        c.maybe_weight(0) is not None or c.maybe_weight(1) is None,
+        "EXPERT_FORESEE has a beta and no gamma",
+    )
+    chosen = [Shape(x.rows, c.number("k"), dtype, x.dynamic) for dtype in ("i32", "f32")]
+    route(replace(c, outputs=tuple(chosen), weights=c.weights[2:first]))
+    stride = len(expert_kinds(c.number("biases")))
+    need(
+        len(c.weights) == first + stride * router.rows,
+        f"EXPERT_FORESEE names no {router.rows} experts of {stride} weights",
+    )
 
 
 def route(c: Operands) -> None:

@@ -111,8 +111,10 @@ def _check_ports(
 def _check_weights(op: Op, rule: Rule, operands: Operands) -> None:
     given, kinds = operands.weights, rule.weights
     repeated = kinds[-1:]
-    if op in moe_rules.EXPERT_WEIGHTS:
-        kinds = repeated = moe_rules.expert_kinds(operands.number("biases"))
+    first = moe_rules.FIRST_EXPERT.get(op)
+    if first is not None:
+        repeated = moe_rules.expert_kinds(int(operands.params.get("biases", 0)))
+        kinds = (*kinds[:first], *repeated)
     required = sum(not kind.endswith("?") for kind in rule.weights)
     limit = len(rule.weights) + rule.more_weights
     need(
@@ -427,6 +429,13 @@ RULES: Final[Mapping[Op, Rule]] = MappingProxyType(
         Op.RECURRENT_F32: Rule(*_RECURRENT, recurrent, ("f32", "f32?")),
         Op.EXPERT_PREFETCH: _PAGES,
         Op.EXPERT_LOAD: _PAGES,
+        Op.EXPERT_FORESEE: Rule(
+            ("f32",),
+            (),
+            moe_rules.foresee,
+            ("f32?", "f32?", "router", "f32?", "f32?", CODES, CODES),
+            more_weights=4 * MAX_EXPERTS - 2,
+        ),
         **REFERENCE_RULES,
     }
 )

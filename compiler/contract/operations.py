@@ -164,6 +164,10 @@ class Op(IntEnum):
     is `count` taps from `place` on in (ky, kx, ci) order, within one ky, after the runs before it.
     Its taps stand in `taps` in order, those of a panel from first[1, p] on, one column per channel;
     columns of channels beyond Co are not used. Runs that are not like this are a run-time error."""
+    EXPERT_FORESEE = 37
+    """x (R, D); [gamma], [beta], router, [bias], [correction] as of NORM and ROUTE, then experts
+    of a later call as in EXPERT_LOAD; no results. What ROUTE would choose of NORM(x), without gamma
+    of x, is told as by EXPERT_PREFETCH, of at most `MOST_FORESEEN_ROWS` rows."""
     REF_MOVE = 128
     """Reference operations work on flat operands as their geometry, weight i32 0, says; the layout
     is in `compiler.contract.reference`. Sources are inputs or further weights, f32 or i32.
@@ -348,6 +352,11 @@ def _act() -> Param:
     return Param("act", 0, max(Act), int(Act.NONE))
 
 
+def _choice() -> tuple[Param, ...]:
+    groups = (Param(name, 0, MAX_DIM, 0) for name in ("groups", "top_groups", "group_take"))
+    return Param("k", 1, 64), Param("order", 0, max(RouteOrder)), *groups
+
+
 def _windows() -> tuple[Param, ...]:
     return (
         Param("kh", 1, MAX_WINDOW),
@@ -408,15 +417,7 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
         Op.DIV: (_act(),),
         Op.UNARY: (Param("kind", 0, max(UnaryKind)),),
         Op.SOFTMAX: (),
-        Op.ROUTE: (
-            Param("k", 1, 64),
-            Param("order", 0, max(RouteOrder)),
-            Param("groups", 0, MAX_DIM, 0),
-            Param("top_groups", 0, MAX_DIM, 0),
-            Param("group_take", 0, MAX_DIM, 0),
-            _f("scale", 0.0, 0.0),
-            _f("jitter", 0.0, 0.0),
-        ),
+        Op.ROUTE: (*_choice(), _f("scale", 0.0, 0.0), _f("jitter", 0.0, 0.0)),
         Op.EXPERTS: (
             Param("act", 0, max(ExpertAct)),
             Param("biases", 0, 1, 0),
@@ -451,6 +452,12 @@ PARAMS: Final[Mapping[Op, tuple[Param, ...]]] = MappingProxyType(
         ),
         Op.EXPERT_PREFETCH: (Param("biases", 0, 1, 0), Param("bytes", 0, MAX_DIM, 0)),
         Op.EXPERT_LOAD: (Param("biases", 0, 1, 0),),
+        Op.EXPERT_FORESEE: (
+            *_choice(),
+            Param("kind", 0, max(NormKind), 0),
+            _f("eps", 0.0, 0.0),
+            Param("biases", 0, 1, 0),
+        ),
         **dict.fromkeys(
             (Op.RECURRENT, Op.RECURRENT_F32),
             (

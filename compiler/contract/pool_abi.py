@@ -40,6 +40,8 @@ COUNTERS: Final = (
     "predicted",
     "foreseen",
     "chosen",
+    "cached",
+    "read_ns",
 )
 """Of `SfPoolCounts`; `ExpertPool.counts` says what each one is."""
 HEAT_ONE: Final = 1 << 16
@@ -83,6 +85,8 @@ class PoolKnob(IntEnum):
     """`Eviction`."""
     GROUPS = 6
     """0 = groups of experts are ignored."""
+    CACHE_KB = 7
+    """Size of the largest cache of the processor; 0 = unknown, and nothing is counted as in it."""
 
 
 class Eviction(IntEnum):

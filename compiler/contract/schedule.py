@@ -4,6 +4,8 @@
     device   -(parse_schedule)-> schedule_order.verify_schedule(plan, schedule)
 
 `prefetch(d)` beside layer l: load the likely experts of layer l + d while l computes.
+`foresee(d)` beside layer l: before l computes, the router of layer l + d says what it would choose
+of what is known then; that is loaded while l computes. A distance of 0 is before l's attention.
 `defer(k)`: the k weakest experts of layer l may be added one layer later; no tape does that yet, so
 no plan obeys a schedule with it. Nothing else here changes what is computed. Canonical JSON, schema
 `sparsefleet.schedule/1`, unknown fields refused.
@@ -11,6 +13,7 @@ no plan obeys a schedule with it. Nothing else here changes what is computed. Ca
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from compiler.contract.canonical import Json, canonical_bytes, parse_object
@@ -24,7 +27,11 @@ from compiler.contract.fields import (
 )
 
 SCHEMA: Final = "sparsefleet.schedule/1"
-STEP_KINDS: Final = ("prefetch", "defer")
+LEAST_AMOUNT: Final[Mapping[str, int]] = MappingProxyType({"foresee": 0, "prefetch": 1, "defer": 1})
+"""Kinds of steps in the order in which they stand beside a layer, with their least amounts."""
+_REPEATED: Final = "foresee"
+"""May stand beside a layer with several amounts."""
+STEP_KINDS: Final = tuple(LEAST_AMOUNT)
 MAX_SCHEDULE_BYTES: Final = 1024 * 1024
 MAX_PROGRAMS: Final = 16
 MAX_STEPS: Final = 8192
@@ -36,7 +43,7 @@ _STEP: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step beside layer `layer`: `amount` is the distance of prefetch or the k of defer."""
+    """One step beside layer `layer`: `amount` is a distance in layers, or the k of defer."""
 
     layer: int
     kind: str
@@ -83,10 +90,15 @@ def parse_schedule(data: bytes) -> Schedule:
 
 def _steps(value: Json) -> tuple[Step, ...]:
     steps = tuple(_step(item) for item in require_list(value, "steps", MAX_STEPS))
-    order = [(step.layer, STEP_KINDS.index(step.kind)) for step in steps]
+    order = [step_place(step.layer, step.kind, step.amount) for step in steps]
     if order != sorted(set(order)):
         raise ContractError("steps are not in order of layer, or one stands twice")
     return steps
+
+
+def step_place(layer: int, kind: str, amount: int) -> tuple[int, int, int]:
+    """Return what steps are ordered by; no two of a program have the same."""
+    return layer, STEP_KINDS.index(kind), amount if kind == _REPEATED else 0
 
 
 def _step(value: Json) -> Step:
@@ -99,5 +111,5 @@ def _step(value: Json) -> Step:
     return Step(
         require_integer(item[0], "layer", 0, MAX_LAYERS),
         kind,
-        require_integer(item[2], "amount", 1, MAX_LAYERS),
+        require_integer(item[2], "amount", LEAST_AMOUNT[kind], MAX_LAYERS),
     )

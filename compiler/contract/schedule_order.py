@@ -2,6 +2,8 @@
 
     section: beside layer l, prefetch(d)         tape: EXPERT_PREFETCH of experts of layer l + d,
                                                        between layer l - 1 and layer l
+    section: beside layer l, foresee(d)          tape: EXPERT_FORESEE of experts of layer l + d,
+                                                       likewise
     every routed layer                           tape: its EXPERT_LOAD directly behind the layer
                                                        before it, whatever else stands between
 
@@ -10,13 +12,19 @@ the device on what it received, after both parsed. Pure.
 """
 
 from bisect import bisect_left
-from typing import ClassVar
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Final
 
 from compiler.contract.errors import ContractError
-from compiler.contract.expert_pages import ROUTED, experts_of, is_scheduled
+from compiler.contract.expert_pages import PAGE_OPS, ROUTED, experts_of, is_scheduled
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanProgram
 from compiler.contract.schedule import Schedule, Step
+
+_KINDS: Final[Mapping[Op, str]] = MappingProxyType(
+    {Op.EXPERT_PREFETCH: "prefetch", Op.EXPERT_FORESEE: "foresee"}
+)
 
 
 class ScheduleError(ContractError):
@@ -53,7 +61,7 @@ def planned_steps(program: PlanProgram) -> tuple[Step, ...]:
     layers = [at for at, call in enumerate(calls) if call.op in ROUTED]
     steps = []
     for at, call in enumerate(calls):
-        if call.op not in (Op.EXPERT_PREFETCH, Op.EXPERT_LOAD):
+        if call.op not in PAGE_OPS:
             continue
         beside = bisect_left(layers, at)
         named = {*experts_of(call)}
@@ -63,8 +71,8 @@ def planned_steps(program: PlanProgram) -> tuple[Step, ...]:
         )
         if used is None:
             raise ScheduleError(f"{program.name!r}: call {at} is about experts of several layers")
-        if call.op is Op.EXPERT_PREFETCH:
-            steps.append(Step(beside, "prefetch", used - beside))
+        if call.op in _KINDS:
+            steps.append(Step(beside, _KINDS[call.op], used - beside))
         elif used != beside:
             raise ScheduleError(f"{program.name!r}: layer {used} is loaded beside layer {beside}")
     return tuple(steps)

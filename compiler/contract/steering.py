@@ -164,7 +164,8 @@ def steered_experts(
         rows_of: Rows of a weight, by its number.
 
     Returns:
-        By position of a ROUTE or MOE_LAYER, the first weight of every expert.
+        By position of a ROUTE or MOE_LAYER, the first weight of every expert; and of an
+        EXPERT_FORESEE about the same experts.
     """
     found = {}
     for at, call in enumerate(calls):
@@ -174,7 +175,12 @@ def steered_experts(
         firsts = () if mixer is None else tuple(expert[0] for expert in experts_of(mixer))
         if firsts and len(firsts) == rows_of[router_matrix(call)]:
             found[at] = firsts
-    return found
+    early = {
+        at: tuple(expert[0] for expert in experts_of(call))
+        for at, call in enumerate(calls)
+        if call.op is Op.EXPERT_FORESEE
+    }
+    return found | {at: firsts for at, firsts in early.items() if firsts in found.values()}
 
 
 def router_matrix(call: TapeCall) -> int:

@@ -31,15 +31,17 @@ from xdsl.printer import Printer
 from xdsl.traits import Pure
 from xdsl.utils.exceptions import VerifyException
 
+from compiler.contract.schedule import LEAST_AMOUNT, STEP_KINDS, step_place
 from compiler.dialects.dims import Dim
 from compiler.dialects.moe import EXPERT_ACTS, GATED_ACTS
 from compiler.dialects.properties import integer, real, require
 from compiler.dialects.types import Tensor, dtype_of, shape_of, tensor_type
 
 PLAIN_ORDERS: Final = ("topk_softmax", "softmax_topk", "softmax_topk_renorm")
-STEPS: Final = ("prefetch", "defer")
-"""`prefetch(d)`: load the likely experts of layer l + d. `defer(k)`: the k weakest experts of this
-layer may be added one layer later."""
+STEPS: Final = STEP_KINDS
+"""`prefetch(d)`: load the likely experts of layer l + d. `foresee(d)`: load what the router of that
+layer would choose of what is known here. `defer(k)`: the k weakest experts of this layer may be
+added one layer later."""
 
 
 def _layer_results(x: SSAValue, k: int) -> list[Tensor]:
@@ -261,8 +263,8 @@ class StepAttr(ParametrizedAttribute):
         """Refuse unknown kinds, negative layers, and steps of nothing."""
         if self.kind.data not in STEPS:
             raise VerifyException(f"unknown step {self.kind.data!r}")
-        if self.layer.data < 0 or self.amount.data < 1:
-            raise VerifyException("a step has a layer from 0 and an amount from 1")
+        if self.layer.data < 0 or self.amount.data < LEAST_AMOUNT[self.kind.data]:
+            raise VerifyException("a step has a layer from 0 and an amount that is one")
 
     @classmethod
     def parse_parameters(cls, parser: AttrParser) -> Sequence[Attribute]:
@@ -305,9 +307,9 @@ class ScheduleOp(IRDLOperation):
         return found
 
     def verify_(self) -> None:
-        """Steps are in order of layer, each kind at most once per layer."""
+        """Steps are in order of layer; each kind but `foresee` at most once per layer."""
         require(all(isinstance(s, StepAttr) for s in self.steps.data), self, "not a step")
-        entries = [(layer, STEPS.index(kind)) for layer, kind, _ in self.entries()]
+        entries = [step_place(*entry) for entry in self.entries()]
         require(entries == sorted(set(entries)), self, "steps are not in order, or twice")
 
 

@@ -73,6 +73,7 @@ def record_cards(
     spec: PipelineSpec,
     cards: Sequence[Card],
     progress: Callable[[float], None] | None = None,
+    recorder: Recorder | None = None,
 ) -> CalibrationRecord | None:
     """Answer questions about some of the cards in f64, and return what was seen.
 
@@ -84,6 +85,7 @@ def record_cards(
         spec: Its words and limits.
         cards: The calibration set.
         progress: Called with the share of the cards done.
+        recorder: Who sees it all, if it is to see more than the record holds.
 
     Returns:
         The record, or None if there is nothing to record: no cards, or a model without words or
@@ -95,7 +97,7 @@ def record_cards(
     names = {program.name for program in module.programs}
     if not cards or spec.tokens is None or not {SEE, STEP} <= names:
         return None
-    recorder = Recorder(module)
+    recorder = recorder or Recorder(module)
     simulator, pipeline = LaneSimulator(module, recorder), _pipeline(module, spec)
     chosen, answers = chosen_cards(cards), list[int]()
     sessions = 1 + QUESTIONS_PER_CARD

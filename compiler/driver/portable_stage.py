@@ -117,7 +117,7 @@ def make_portable(
         old = base_weights(_possible(lowered, ways.constant_time), *base)
         record = record_cached(directory, spec, lowered.module, files, cache, clock, removed.digest)
         learned = learn_routing(lowered.module, record, base_widths(lowered.module, base[0]))
-        begin_kernels(schedule_module(learned.module, record).module.ops)
+        begin_kernels(schedule_module(learned.module, record, None, ways.constant_time).module.ops)
         packed = pack_module(learned.module, base=old, record=record, pack=pack)
         facts = _weight_report(lowered.module, packed, old, record, calibration) | removed.report()
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
@@ -183,7 +183,9 @@ def _planned(
 ) -> tuple[EmittedPlan, dict[str, bytes], dict[str, Json]]:
     """Return what the plan became: its bytes, all sections that belong to it, and its facts."""
     clock.within("plan")(_BANDED)
-    scheduled = schedule_module(banded.module, record, banded.likely)
+    scheduled = schedule_module(
+        banded.module, record, banded.likely, is_constant_time=ways.constant_time
+    )
     checks: tuple[CheckedCall, ...] = ()
     neurons: tuple[NeuronChoice, ...] = ()
     rows: tuple[PackedChoice, ...] = ()

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from compiler.contract.canonical import Json
-from compiler.contract.expert_pages import ROUTED, experts_of
-from compiler.contract.operations import Op
+from compiler.contract.expert_pages import PAGE_OPS, ROUTED, experts_of
 from compiler.contract.pipeline import PREFILL, SEE
 from compiler.contract.plan import Plan
 from compiler.contract.schedule import parse_schedule
@@ -32,7 +31,8 @@ _PICTURES: Final = (SEE, PREFILL)
 WHAT_IT_DOES: Final = (
     f"where all experts are in memory a load step waits for nothing and a prefetch reads the first "
     f"{PREFETCH_BYTES} bytes of each matrix ahead; on a device with a budget a prefetch reads the "
-    f"expert ahead; a caller with a pager is told both"
+    f"expert ahead, and a foresight those that a router names before its layer; a caller with a "
+    f"pager is told of all"
 )
 
 
@@ -60,7 +60,10 @@ class Scheduled:
 
 
 def schedule_module(
-    module: Module, record: CalibrationRecord | None, likely: Mapping[str, Likely] | None = None
+    module: Module,
+    record: CalibrationRecord | None,
+    likely: Mapping[str, Likely] | None = None,
+    is_constant_time: bool = False,
 ) -> Scheduled:
     """Return the module with load steps, and with prefetches of what calibration found likely.
 
@@ -68,9 +71,10 @@ def schedule_module(
         module: A lowered module, its variants for entropy bands included.
         record: What calibration saw.
         likely: Experts of programs for which more is known than what all rows of their kind chose.
+        is_constant_time: No router is asked early: what it names would be an address.
     """
     likely = {**_likely(module, record), **(likely or {})}
-    ops = schedule_ops(module, likely)
+    ops = schedule_ops(module, likely, foresee=not is_constant_time)
     if not ops:
         return Scheduled(module, {}, {"schedule": None})
     planned = obey(module, ops, likely)
@@ -96,8 +100,7 @@ def _rows(calls: tuple[Call, ...]) -> Json:
     }
     rows: list[Json] = []
     for at, call in enumerate(calls):
-        if call.op in (Op.EXPERT_PREFETCH, Op.EXPERT_LOAD):
-            named = experts_of(call)
-            kind = "prefetch" if call.op is Op.EXPERT_PREFETCH else "load"
+        if call.op in PAGE_OPS:
+            named, kind = experts_of(call), call.op.name.removeprefix("EXPERT_").lower()
             rows.append({"call": at, "step": kind, "experts": len(named), "of": sizes[named[0]]})
     return rows

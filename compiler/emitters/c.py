@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Final
 
 from compiler.contract import plan_format, policy, runner_frames, steering
-from compiler.contract.moe_rules import MAX_LINEAR_K
+from compiler.contract.moe_rules import MAX_LINEAR_K, MOST_FORESEEN_ROWS
 from compiler.contract.native_abi import C_STRUCTS
 from compiler.contract.operand_rules import MASK_BITS
 from compiler.contract.operations import MAX_DIM, Op
@@ -135,6 +135,7 @@ class CEmitter(SparseKernelEmitter):
             "c_types": _C_TYPES,
             "call_kinds": {op.name: kind.name for op, kind in OP_KINDS.items()},
             "conv_pixels": tile.conv_pixels,
+            "foreseen_rows": MOST_FORESEEN_ROWS,
             "header": _HEADERS.get(target.arch, ""),
             "isa": tile.isa,
             "language": "c",

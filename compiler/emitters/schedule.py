@@ -5,7 +5,8 @@
                                             +--schedule_of--> section `schedule` beside the plan
 
 While layer l of a program computes, the likely experts of layer l + d are brought nearer
-(`prefetch(d)`); every routed layer has a load step of its own in front of it. What is likely comes
+(`prefetch(d)`), and those that its router names of what is known already (`foresee(d)`, see
+`foresight`); every routed layer has a load step of its own in front of it. What is likely comes
 from calibration: without it nothing is prefetched. Deferral changes what a token gets, and no tape
 does it yet: a schedule that defers is refused here, not ignored. Called by the driver between
 packing and emitting; `compiler.contract.schedule_order` checks the outcome once more on the bytes.
@@ -19,18 +20,25 @@ from compiler.contract.expert_pages import ROUTED, Expert, experts_of, is_schedu
 from compiler.contract.operations import Op
 from compiler.contract.schedule import Schedule, Step
 from compiler.dialects.moe_schedule import ScheduleOp
+from compiler.emitters.foresight import Foresight, foresights
 from compiler.kernels.program import Call, Module, Program, ProgramError
 
 PREFETCH_BYTES: Final = 512
 """Bytes of each matrix that the processor reads ahead where nothing has to be fetched from storage:
 what the first tile of a product needs. More only drives out of the cache what the layer beside it
 works on, because most of the likely experts are not chosen."""
+FORESEE: Final = "foresee"
 Likely = Mapping[int, Sequence[int]]
 """By layer number, as in `expert.L<layer>.E<expert>`, the experts worth prefetching, ascending."""
 
 
 def schedule_ops(
-    module: Module, likely: Mapping[str, Likely] | None = None, *, distance: int = 1, defer: int = 0
+    module: Module,
+    likely: Mapping[str, Likely] | None = None,
+    *,
+    distance: int = 1,
+    defer: int = 0,
+    foresee: bool = False,
 ) -> list[ScheduleOp]:
     """Return one `moe.schedule` per program with routed layers.
 
@@ -40,12 +48,15 @@ def schedule_ops(
             prefetched. None = every layer is.
         distance: How many layers ahead experts are loaded.
         defer: How many of a layer's experts may come one layer late; not beside the last layer.
+        foresee: Whether routers are asked early, where that is possible.
     """
     found = []
     for program in module.programs:
         layers = _layers(program)
+        early = foresights(module, program) if foresee else {}
         steps: list[tuple[int, str, int]] = []
         for layer in range(len(layers)):
+            steps += [(layer, FORESEE, d) for at, d in sorted(early) if at == layer]
             ahead = layers[layer + distance : layer + distance + 1]
             if ahead and (likely is None or _likely(module, ahead[0], likely.get(program.name))):
                 steps.append((layer, "prefetch", distance))
@@ -97,21 +108,37 @@ def _tape(
     if is_scheduled(program.calls):
         raise ProgramError(f"{program.name!r} has its steps already")
     layers = _layers(program)
-    calls: list[Call] = []
+    early = _early(module, program, steps)
+    at_once = [one for (_, distance), one in early.items() if not distance]
+    calls = [one.call for one in at_once if one.after < 0]
     layer = 0
-    for call in program.calls:
+    for number, call in enumerate(program.calls):
         if call.op in ROUTED:
+            calls += [one.call for (at, distance), one in early.items() if distance and at == layer]
             for beside, kind, amount in steps:
-                if beside == layer and kind != "prefetch":
-                    raise ProgramError(f"{program.name!r}: no tape can {kind}({amount}) yet")
-                if beside == layer:
+                if beside == layer and kind == "prefetch":
                     calls.append(_prefetch(module, program, layers, beside + amount, likely))
             calls.append(_page_call(Op.EXPERT_LOAD, call, experts_of(call)))
             layer += 1
         calls.append(call)
+        calls += [one.call for one in at_once if one.after == number]
     if any(beside >= layer for beside, _, _ in steps):
         raise ProgramError(f"{program.name!r} has {layer} routed layers, its schedule more")
     return tuple(calls)
+
+
+def _early(
+    module: Module, program: Program, steps: Sequence[tuple[int, str, int]]
+) -> dict[tuple[int, int], Foresight]:
+    """Return the calls that ask routers early, by layer and distance."""
+    known = foresights(module, program)
+    found = {}
+    for beside, kind, amount in steps:
+        if kind == FORESEE and (beside, amount) in known:
+            found[beside, amount] = known[beside, amount]
+        elif kind != "prefetch":
+            raise ProgramError(f"{program.name!r}: no tape can {kind}({amount}) at layer {beside}")
+    return found
 
 
 def _prefetch(

@@ -115,6 +115,7 @@ def _specs() -> tuple[KernelSpec, ...]:
         KernelSpec(Op.PACK, "templates/packed.c.in"),
         KernelSpec(Op.PACKED, "templates/packed.c.in"),
         KernelSpec(Op.SPARSE_CONV, "templates/sparse_conv.c.in", scratch=True),
+        KernelSpec(Op.EXPERT_FORESEE, "templates/foresee.c.in", scratch=True, uses=(Op.ROUTE,)),
     )
 
 

@@ -192,9 +192,10 @@ def experts(s: Step) -> Results:
     return (y,)
 
 
-def expert_prefetch(s: Step) -> Results:
-    """Say which experts are likely."""
-    s.pages.prefetch(_pages(s))
+def expert_prefetch(s: Step, chosen: Array | None = None) -> Results:
+    """Say which experts are likely: those chosen, by position, or all that are named."""
+    named = _pages(s)
+    s.pages.prefetch(named if chosen is None else [named[at] for at in chosen])
     return ()
 
 

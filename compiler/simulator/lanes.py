@@ -38,6 +38,7 @@ ROW_WISE: Final = frozenset(
             Op.MOE_LAYER,
             Op.ROUTE,
             Op.EXPERTS,
+            Op.EXPERT_FORESEE,
             Op.ARGMAX,
             Op.COLS_CONCAT,
             Op.COLS_SLICE,

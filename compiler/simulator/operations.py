@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from compiler.contract.moe_rules import FIRST_EXPERT, MOST_FORESEEN_ROWS
 from compiler.contract.native_errors import BadIndexError, BadTokenError
 from compiler.contract.operand_rules import MASK_BITS, complete_params
 from compiler.contract.operations import NormKind, Op, PackedKind, UnaryKind
@@ -113,6 +114,28 @@ def _moe_layer(s: Step) -> Results:
     )
     (y,) = moe.experts(mixed)
     return (s.source(0) + y if s.number("residual") else y), index, gate, *entropy
+
+
+def _expert_foresee(s: Step) -> Results:
+    """Tell whom the router would choose of rows that are known before its layer."""
+    x, first = s.source(0), FIRST_EXPERT[Op.EXPERT_FORESEE]
+    if s.pages.pager is None or len(x) > MOST_FORESEEN_ROWS:
+        return ()
+    if s.maybe_constant(0) is not None:
+        (x,) = _norm(replace(s, weights=s.weights[:2]))
+    names = ("k", "order", "groups", "top_groups", "group_take")
+    index, _ = moe.route(
+        replace(
+            s,
+            inputs=(x,),
+            weights=s.weights[2:first],
+            weight_ids=s.weight_ids[2:first],
+            params=complete_params(Op.ROUTE, {name: s.params[name] for name in names}),
+            steers=s.steers.apart(),
+        )
+    )
+    moe.expert_prefetch(replace(s, weight_ids=s.weight_ids[first:]), np.unique(index[index >= 0]))
+    return ()
 
 
 def _norm(s: Step) -> Results:
@@ -289,6 +312,7 @@ OPERATIONS: Final[Mapping[Op, Callable[[Step], Results]]] = MappingProxyType(
         Op.RECURRENT_F32: recurrent_f32,
         Op.EXPERT_PREFETCH: moe.expert_prefetch,
         Op.EXPERT_LOAD: moe.expert_load,
+        Op.EXPERT_FORESEE: _expert_foresee,
         **REFERENCE,
     }
 )

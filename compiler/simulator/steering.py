@@ -33,6 +33,12 @@ class Steers:
         """What was done so far."""
         return Counts(**self._counted)
 
+    def apart(self) -> "Steers":
+        """Return what steers alike and remembers apart: what it does leaves no trace here."""
+        other = Steers()
+        other.record, other.residency, other.spreads = self.record, self.residency, {**self.spreads}
+        return other
+
     def count(self, **more: int) -> None:
         """Add to what was done."""
         self._counted.update(more)

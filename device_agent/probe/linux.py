@@ -109,6 +109,11 @@ def _first(values: dict[str, str], keys: Iterable[str]) -> str:
     return next((values[key] for key in keys if values.get(key)), "")
 
 
+def largest_cache_kb(root: Path = Path("/")) -> int:
+    """Return the size of the processor's largest cache, KiB per instance; 0 when unknown."""
+    return max(_cache_sizes_kb(root / _CACHES).values(), default=0)
+
+
 def _cache_sizes_kb(folder: Path) -> dict[int, int]:
     """Return data and unified cache sizes by level, KiB per instance."""
     sizes: dict[int, int] = {}

@@ -26,6 +26,7 @@ from compiler.contract.pooled_weights import PooledWeights
 from compiler.contract.router_stats import PER_MILLE, parse_router_stats
 from device_agent.errors import DamagedError
 from device_agent.probe import sensors
+from device_agent.probe.linux import largest_cache_kb
 from device_agent.runtime.hotset import HotSetFile
 
 LOOK_S: Final = 1.0
@@ -178,6 +179,7 @@ class Residency:
         monotonic: Callable[[], float],
         pressure: Pressure = machine_pressure,
         hotset: HotSetFile | None = None,
+        cache_kb: int = 0,
     ) -> None:
         """Begin; the pool holds what it holds.
 
@@ -186,7 +188,10 @@ class Residency:
             monotonic: Clock in seconds.
             pressure: Share of memory that is not available, percent.
             hotset: Where heats are kept for the next start.
+            cache_kb: Of the largest cache of the processor; 0 = unknown.
         """
+        if cache_kb:
+            pool.set(PoolKnob.CACHE_KB, cache_kb)
         self._hotset, self._kept_at = hotset, monotonic()
         self._pool, self._monotonic, self._pressure = pool, monotonic, pressure
         self._looked_at: float | None = None
@@ -246,6 +251,10 @@ class Residency:
             "expert_misses": found["misses"],
             "expert_late": found["late"],
             "expert_hidden": found["hidden"],
+            "expert_cached": found["cached"],
+            "expert_predicted": found["predicted"],
+            "expert_foreseen": found["foreseen"],
+            "expert_read_bytes": found["loaded_bytes"],
             "expert_stalls": found["timeouts"],
             "expert_damaged": found["corrupt"] + found["failed"],
             "fragmentation_internal_per_mille": round(
@@ -271,4 +280,4 @@ def residency_of(
     """Return who watches the pool of a plan's weights; None if all of them are in memory."""
     if not isinstance(weights, PooledWeights):
         return None
-    return Residency(weights.pool, monotonic, hotset=hotset)
+    return Residency(weights.pool, monotonic, hotset=hotset, cache_kb=largest_cache_kb())

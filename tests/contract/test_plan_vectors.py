@@ -93,7 +93,7 @@ def test_it_keeps_its_numbers() -> None:
         "ROWS_CONCAT ROWS_SLICE ADD MUL SUB DIV UNARY SOFTMAX ROUTE EXPERTS ARGMAX GATHER_ROWS "
         "COLS_CONCAT COLS_SLICE ATTENTION_SCORE PRUNE_TOP_P MOE_LAYER EXPERT_PREFETCH EXPERT_LOAD "
         "LINEAR_W8 RECURRENT RECURRENT_F32 CONV_DEPTHWISE PACK PACKED "
-        "SPARSE_CONV"
+        "SPARSE_CONV EXPERT_FORESEE"
     )
     fast = [op for op in Op if op < 128]
     assert " ".join(op.name for op in fast) == names

@@ -94,9 +94,11 @@ class Draw(ModuleBuilder):
         self.results.append(self.buffer(rows, cols, dtype))
         return self.results[-1]
 
-    def step(self, op: Op, weights: list[int], **params: float) -> None:
-        """Add a call that only names weights."""
-        self.calls.append(Call(op, (), (), tuple(weights), params))
+    def step(
+        self, op: Op, weights: list[int], inputs: tuple[int, ...] = (), **params: float
+    ) -> None:
+        """Add a call without results."""
+        self.calls.append(Call(op, inputs, (), tuple(weights), params))
 
     def maybe(self, cols: int, share: float = 0.5) -> int:
         """Add a vector, or return that there is none."""

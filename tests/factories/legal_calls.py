@@ -353,6 +353,9 @@ def _routed(d: Draw, before: list[Op]) -> None:
     high = experts + (1 if d.chance(BAD_INDEX_SHARE) else 0)
     inputs = [d.x(rows, width), d.x(rows, k, "i32", _chosen(experts, high)), d.x(rows, k)]
     for op in before:
+        if op is Op.EXPERT_FORESEE:
+            _foresee(d, rows, experts, weights, biases=biases)
+            continue
         ahead = {"bytes": d.size(200)} if op is Op.EXPERT_PREFETCH else {}
         d.step(op, weights, biases=int(biases), **ahead)
     d.call(Op.EXPERTS, inputs, [d.y(rows, width)], weights, **params)
@@ -364,6 +367,24 @@ def _expert_prefetch(d: Draw) -> None:
 
 def _expert_load(d: Draw) -> None:
     _routed(d, [Op.EXPERT_LOAD])
+
+
+def _expert_foresee(d: Draw) -> None:
+    _routed(d, [Op.EXPERT_FORESEE, Op.EXPERT_LOAD])
+
+
+def _foresee(d: Draw, rows: int | None, experts: int, weights: list[int], *, biases: bool) -> None:
+    width, order, kind = d.size(60), d.pick(RouteOrder), d.pick(NormKind)
+    norm = [ABSENT, ABSENT]
+    if d.chance(0.8):
+        norm = [d.vector(width, offset=1.0), d.maybe(width)]
+    router = _codes(d, experts, width, (DENSE, "i8", "i16"))
+    correction = d.maybe(experts) if order in SIGMOID_ORDERS else ABSENT
+    asked = [*norm, router, d.maybe(experts), correction, *weights]
+    params = {"k": min(d.size(4), experts), "order": order, "kind": kind, "eps": 1e-5}
+    if order in SIGMOID_ORDERS and d.chance():
+        params |= {"groups": 1, "top_groups": 1, "group_take": d.size(experts)}
+    d.step(Op.EXPERT_FORESEE, asked, (d.x(rows, width),), biases=int(biases), **params)
 
 
 def _moe_layer(d: Draw) -> None:
@@ -453,6 +474,7 @@ GENERATORS: Final[Mapping[Op, Generator]] = MappingProxyType(
         Op.MOE_LAYER: _moe_layer,
         Op.EXPERT_PREFETCH: _expert_prefetch,
         Op.EXPERT_LOAD: _expert_load,
+        Op.EXPERT_FORESEE: _expert_foresee,
         **REFERENCE,
     }
 )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from compiler.analysis.conv_runs import find_runs
+from compiler.contract.expert_pages import PAGE_OPS
 from compiler.contract.operations import GATED, RECURRENT_GATES
 from compiler.contract.windows import Window, pad_code
 from compiler.kernels.program import (
@@ -505,7 +506,7 @@ def test_it_stays_near_the_mathematics(case: OpCase) -> None:
 
 def test_it_covers_every_operation() -> None:
     fused = {Op.MOE_LAYER}  # see test_native_fused
-    pages = {Op.EXPERT_PREFETCH, Op.EXPERT_LOAD}  # see test_native_schedule
+    pages = {*PAGE_OPS}  # see test_native_schedule, test_native_foresight
     reference = {op for op in Op if KERNELS[op].is_reference}  # see test_onnx_operators
     packed = {Op.PACK, Op.PACKED}  # see test_native_packed
     assert {case.op for case in CASES} == set(Op) - fused - pages - reference - packed

@@ -330,5 +330,6 @@ _RULES: Final[Mapping[Op, Callable[[ProgramCosts, PlanCall], CallCost]]] = Mappi
         Op.MOE_LAYER: _moe_layer,
         Op.EXPERT_PREFETCH: _moves,
         Op.EXPERT_LOAD: _moves,
+        Op.EXPERT_FORESEE: _moves,
     }
 )

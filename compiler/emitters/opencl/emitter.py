@@ -48,8 +48,7 @@ TEMPLATES: Final[Mapping[Op, tuple[str, ...]]] = MappingProxyType(
         Op.UNARY: (registry.GELU_TEMPLATE, *_ELEMENTWISE),
         **dict.fromkeys((Op.EMBED, Op.GATHER_ROWS, Op.ROWS_CONCAT, Op.ROWS_SLICE), _MOVES),
         **dict.fromkeys((Op.COLS_CONCAT, Op.COLS_SLICE), _MOVES),
-        Op.EXPERT_PREFETCH: (),
-        Op.EXPERT_LOAD: (),
+        **dict.fromkeys((Op.EXPERT_PREFETCH, Op.EXPERT_LOAD, Op.EXPERT_FORESEE), ()),
         **{
             op: (*_REFERENCE, "opencl/reference.cl.in")
             for op, spec in registry.KERNELS.items()

@@ -88,7 +88,8 @@ def test_it_says_what_the_pool_holds_and_counted() -> None:
     watch = Watch()
     watch.look(
         hits=5, misses=2, late=1, hidden=3, timeouts=4, corrupt=1, failed=1,
-        committed_bytes=8192, asked_bytes=6000, given_bytes=8000, free_bytes=4096,
+        cached=2, predicted=9, foreseen=6, loaded_bytes=777, committed_bytes=8192,
+        asked_bytes=6000, given_bytes=8000, free_bytes=4096,
     )  # fmt: skip
     assert watch.residency.facts() == {
         "resident_bytes": 9192,
@@ -96,6 +97,10 @@ def test_it_says_what_the_pool_holds_and_counted() -> None:
         "expert_misses": 2,
         "expert_late": 1,
         "expert_hidden": 3,
+        "expert_cached": 2,
+        "expert_predicted": 9,
+        "expert_foreseen": 6,
+        "expert_read_bytes": 777,
         "expert_stalls": 4,
         "expert_damaged": 2,
         "fragmentation_internal_per_mille": 250,

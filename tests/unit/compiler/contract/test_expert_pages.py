@@ -9,7 +9,7 @@ from compiler.contract.expert_pages import check_pages
 from compiler.contract.operands import OperandError
 from compiler.contract.operations import Op
 from compiler.contract.plan import Plan, PlanCall, PlanError, PlanProgram, parse_plan
-from compiler.contract.schedule import Schedule, Step
+from compiler.contract.schedule import Schedule, Step, parse_schedule
 from compiler.contract.schedule_order import ScheduleError, planned_steps, verify_schedule
 from compiler.emitters.plan import emit_plan
 from compiler.emitters.schedule import obey, schedule_of, schedule_ops
@@ -29,6 +29,7 @@ class Tape:
 
 A, B, OTHER = (1, 2), (3, 4), (5, 6)
 PREFETCH, LOAD, USE = Op.EXPERT_PREFETCH, Op.EXPERT_LOAD, Op.EXPERTS
+FORESEE, ASKED = Op.EXPERT_FORESEE, (9, -1, 8, -1, -1)
 FUSED = Tape(Op.MOE_LAYER, (9, -1, 8, -1, *A, *B))
 
 
@@ -41,6 +42,8 @@ FUSED = Tape(Op.MOE_LAYER, (9, -1, 8, -1, *A, *B))
         [Tape(PREFETCH, A), Tape(PREFETCH, B), Tape(LOAD, A + B), FUSED],
         [Tape(LOAD, A + B), Tape(USE, A + B), Tape(LOAD, A + B), Tape(USE, A + B)],
         [Tape(LOAD, (1, 2, 3, 4), {"biases": 1}), Tape(USE, (1, 2, 3, 4), {"biases": 1})],
+        [Tape(FORESEE, ASKED + A + B), Tape(LOAD, A + B), Tape(USE, A + B)],
+        [Tape(PREFETCH, A), Tape(FORESEE, ASKED + A + B), Tape(LOAD, A + B), FUSED],
     ],
 )
 def test_it_lets_orders_pass_that_hold(tape: list[Tape]) -> None:
@@ -62,6 +65,11 @@ def test_it_lets_orders_pass_that_hold(tape: list[Tape]) -> None:
         ([Tape(LOAD, A), Tape(USE, A), Tape(PREFETCH, A)], "never loaded"),
         ([Tape(PREFETCH, OTHER), Tape(LOAD, A), Tape(USE, A)], "never loaded"),
         ([Tape(LOAD, A + OTHER), Tape(USE, A)], "never used"),
+        ([Tape(FORESEE, ASKED + A), Tape(USE, A)], "before its load step"),
+        ([Tape(LOAD, A), Tape(FORESEE, ASKED + A), Tape(USE, A)], "loaded already"),
+        ([*[Tape(FORESEE, ASKED + A)] * 2, Tape(LOAD, A), Tape(USE, A)], "foreseen twice"),
+        ([Tape(LOAD, A), Tape(USE, A), Tape(FORESEE, ASKED + A)], "foreseen and never loaded"),
+        ([Tape(FORESEE, ASKED + OTHER), Tape(LOAD, A), Tape(USE, A)], "foreseen and never loaded"),
     ],
 )
 def test_it_refuses_orders_that_do_not(tape: list[Tape], message: str) -> None:
@@ -91,6 +99,20 @@ def test_an_emitted_plan_does_what_its_schedule_says(distance: int) -> None:
     step = next(program for program in plan.programs if program.name == "step")
     wanted = [Step(layer, "prefetch", distance) for layer in range(3 - distance)]
     assert list(planned_steps(step)) == wanted
+
+
+def test_a_plan_that_asks_routers_early_says_so_in_its_schedule() -> None:
+    plan, schedule = scheduled(foresee=True)
+    verify_schedule(plan, schedule)
+    step = next(program for program in plan.programs if program.name == "step")
+    early = [one for one in planned_steps(step) if one.kind == "foresee"]
+    assert early == [Step(0, "foresee", 0), Step(0, "foresee", 1), Step(1, "foresee", 1)]
+    silent = calls_of(plan, lambda calls: [call for call in calls if call.op is not FORESEE])
+    late = calls_of(plan, lambda calls: moved(calls, at(calls, FORESEE, 1), at(calls, USE)))
+    for other in (silent, late):
+        with pytest.raises(ScheduleError):
+            verify_schedule(other, schedule)
+    assert parse_schedule(schedule.to_bytes()) == schedule
 
 
 def calls_of(plan: Plan, change: Callable[[list[PlanCall]], list[PlanCall]]) -> Plan:
