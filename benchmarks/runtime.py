@@ -110,7 +110,7 @@ def measure() -> list[Claim]:
     with tempfile.TemporaryDirectory() as name:
         folder = Folder(Path(name) / "plan", target.id)
         write_routed_plan(runtime_shape(trace), trace, target.id, STEP_TOKENS, folder.path)
-        setting = Setting(folder, len(trace), edgecard_steering())
+        setting = Setting(folder, len(trace.own), edgecard_steering())
         claims = [claim for share in SHARES for claim in share_claims(setting, share)]
         claims += part_claims(setting)
         claims += first_token_claims(setting)
@@ -182,12 +182,26 @@ def part_claims(setting: Setting) -> list[Claim]:
 
 def _ahead_claims(area: str, loads: Loads, way: str) -> list[Claim]:
     moved = loads.hidden + loads.late + loads.misses
-    hidden = loads.hidden / moved if moved else 0.0
-    hit = loads.foreseen / loads.predicted if loads.predicted else 0.0
-    seen = f"{moved} loads", f"{loads.predicted} predicted"
+    hits, uses = loads.uses - loads.late - loads.misses, max(1, loads.uses)
+    levels = f"{loads.cached / uses:.1%} of a cache's size, {1 - hits / uses:.1%} from storage"
+    read_ns, megabytes = max(1, loads.read_ns), loads.loaded_bytes / MEGABYTE
+    rows = {
+        "hidden": (loads.hidden / max(1, moved), "of loads", f"{moved} loads"),
+        "overlap": (
+            max(0.0, 1 - loads.stall_ns / read_ns),
+            "of reading time",
+            f"{megabytes:.0f} MB at {1e3 * megabytes / (read_ns / 1e6):.0f} MB/s",
+        ),
+        "foreseen": (
+            loads.foreseen / max(1, loads.predicted),
+            "of predicted",
+            f"{loads.predicted} predicted",
+        ),
+        "memory": ((hits - loads.cached) / uses, "of uses", levels),
+    }
     return [
-        _claim(f"{area}.hidden.{way}", hidden, "of loads", None, None, None, seen[0]),
-        _claim(f"{area}.foreseen.{way}", hit, "of predicted", None, None, None, seen[1]),
+        _claim(f"{area}.{name}.{way}", value, unit, None, None, None, note)
+        for name, (value, unit, note) in rows.items()
     ]
 
 

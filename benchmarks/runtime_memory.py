@@ -28,6 +28,7 @@ from compiler.contract.pool_plan import PoolPlan, plan_pool
 from compiler.contract.pooled_weights import PooledWeights
 from compiler.contract.session import STEP, step_inputs
 from compiler.contract.steering import Steering
+from device_agent.probe.linux import largest_cache_kb
 
 LRU, LEANING, POOL, AHEAD = "lru", "leaning", "pool", "ahead"
 SINGLE, FULL = "single", "full"
@@ -40,6 +41,10 @@ PARTS: Final = {
 }
 """The product, and the product without one of its parts."""
 UNBOUNDED: Final = 1 << 40
+_COUNTED: Final = (
+    *("misses", "late", "hidden", "predicted", "foreseen", "cached"),
+    *("loaded_bytes", "read_ns", "stall_ns"),
+)
 CONTEXT: Final = 512
 
 
@@ -53,6 +58,9 @@ class Loads:
         late: Uses that waited for a read that was under way.
         hidden: Uses of an expert that was read ahead and there in time.
         predicted, foreseen: Experts named by the predictor, and those of them that were chosen.
+        cached: Uses of an expert that the processor's largest cache holds with all used since.
+        loaded_bytes: Read from storage.
+        read_ns, stall_ns: Time of reads, and time that runs waited for them.
     """
 
     uses: int
@@ -61,6 +69,10 @@ class Loads:
     hidden: int = 0
     predicted: int = 0
     foreseen: int = 0
+    cached: int = 0
+    loaded_bytes: int = 0
+    read_ns: int = 0
+    stall_ns: int = 0
 
 
 class Experts(Protocol):
@@ -156,6 +168,7 @@ class PooledExperts:
         self.weights = PooledWeights(
             KernelLibrary(folder.kernels), layout, kept, files, reads_ahead=ahead
         )
+        self.weights.pool.set(PoolKnob.CACHE_KB, largest_cache_kb())
         plan = (folder.path / PLAN).read_bytes()
         self.plan = NativePlan(folder.kernels, plan, self.weights, threads=threads)
         if steering is not None:
@@ -169,11 +182,7 @@ class PooledExperts:
         self._before = now
         return Loads(
             uses=made["hits"] + made["late"] + made["misses"],
-            misses=made["misses"],
-            late=made["late"],
-            hidden=made["hidden"],
-            predicted=made["predicted"],
-            foreseen=made["foreseen"],
+            **{name: made[name] for name in _COUNTED},
         )
 
     def empty(self) -> None:

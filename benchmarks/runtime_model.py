@@ -8,6 +8,9 @@ embedding carries the logits of step t of the trace there, nothing ever adds to 
 attention and expert outputs that would are zero), and a router's row picks one of these columns. So
 the product's kernels, pool and prefetch meet EdgeCard's own order of experts, at 6 MB each.
 
+A stream that nothing changes would tell a router that is asked early exactly what it will say. So
+these have matrices of their own, which pick columns with what EdgeCard's routers said early.
+
 Norms divide all logits of a token by one number near 1: what is chosen does not change, and gates
 change little.
 """
@@ -35,13 +38,15 @@ TINY_SCALE: Final = 2.0**-24
 ZERO_CODES: Final = 0x88
 CARRIED: Final = 4.0
 """What a logit is divided by in the stream, so that it weighs no more than other columns."""
+_SAID: Final = 2
+"""What every router says, and what it says early."""
 ROUTED_NORM, ROUTED_ROUTER, ROUTED_EXPERTS = 0, 2, 4
 RESIDUAL_INPUTS: Final = 2
 
 
 def runtime_shape(trace: Trace, layers: int = 3) -> Shape:
     """Return the decoder of a trace: its experts, its steps as vocabulary, 6 MB per expert."""
-    steps, _, experts = trace.shape
+    steps, _, experts = trace.own.shape
     vocabulary = -(-steps // PANEL) * PANEL
     return Shape(layers=layers, experts=experts, hidden=EXPERT_WIDTH, vocabulary=vocabulary)
 
@@ -53,7 +58,7 @@ def write_routed_plan(
 
     Args:
         shape: Its vocabulary holds the steps; layers and experts no more than the trace's.
-        trace: (steps, layers, experts) f32 logits.
+        trace: Logits of its routers.
         target: Whom the kernels are for.
         step_tokens: The most tokens of one call.
         folder: Made here.
@@ -61,12 +66,12 @@ def write_routed_plan(
     Raises:
         ValueError: The trace and the shape do not fit.
     """
-    steps, layers, experts = trace.shape
+    steps, layers, experts = trace.own.shape
     if steps > shape.vocabulary or layers < shape.layers or experts != shape.experts:
-        raise ValueError(f"a trace of {trace.shape} does not fit {shape}")
+        raise ValueError(f"a trace of {trace.own.shape} does not fit {shape}")
     module = lowered(shape, step_tokens)
     step = tuple(program for program in module.programs if program.name == STEP)
-    module = replace(module, programs=step)
+    module = with_early_routers(replace(module, programs=step))
     adding = set(_adding(module))
     packed = {
         weight.id: _packed(weight, is_adding=weight.id in adding, carried=shape)
@@ -78,6 +83,24 @@ def write_routed_plan(
         replace(weight, array=arrays.get(weight.id, weight.array)) for weight in module.weights
     )
     write_folder(replace(module, weights=weights), packed, target, folder)
+
+
+def with_early_routers(module: Module) -> Module:
+    """Return the module with a matrix of its own for every router that is asked early."""
+    weights = list(module.weights)
+
+    def parted(call: Call) -> Call:
+        if call.op is not Op.EXPERT_FORESEE:
+            return call
+        own = list(call.weights)
+        weights.append(replace(weights[own[ROUTED_ROUTER]], id=len(weights)))
+        own[ROUTED_ROUTER] = weights[-1].id
+        return replace(call, weights=tuple(own))
+
+    programs = tuple(
+        replace(program, calls=tuple(map(parted, program.calls))) for program in module.programs
+    )
+    return replace(module, programs=programs, weights=tuple(weights))
 
 
 def _calls(module: Module) -> Iterator[Call]:
@@ -99,7 +122,7 @@ def _packed(weight: Weight, *, is_adding: bool, carried: Shape) -> PackedW4:
     drawn = random_w4(n, k, weight.id)
     if not is_adding:
         return drawn
-    panels = -(-carried.layers * carried.experts // PANEL)
+    panels = -(-_SAID * carried.layers * carried.experts // PANEL)
     zeros = bytes([ZERO_CODES]) * (panels * (k // GROUP) * (PANEL * GROUP // 2))
     scales = np.full(n, TINY_SCALE, "<f4").tobytes()
     return replace(drawn, codes=zeros + drawn.codes[len(zeros) :], rows=scales)
@@ -109,19 +132,21 @@ def _arrays(module: Module, shape: Shape, trace: Trace) -> Mapping[int, np.ndarr
     """Return the f32 weights that route: embedding, norms before routers, routers."""
     carried = shape.layers * shape.experts
     found: dict[int, np.ndarray] = {}
-    layer = 0
+    placed = {Op.MOE_LAYER: 0, Op.EXPERT_FORESEE: 0}
     for call in _calls(module):
         if call.op is Op.EMBED:
             table = np.array(module.weights[call.weights[0]].array, np.float32)
-            logits = trace[:, : shape.layers].reshape(len(trace), carried)
-            table[: len(trace), :carried] = logits / CARRIED
+            for said, logits in enumerate((trace.own, trace.early)):
+                rows = logits[:, : shape.layers].reshape(len(logits), carried)
+                table[: len(rows), said * carried : (said + 1) * carried] = rows / CARRIED
             table /= np.sqrt(np.square(table).mean(axis=1, keepdims=True))
             found[call.weights[0]] = table
-        elif call.op is Op.MOE_LAYER:
+        elif call.op in placed:
             found[call.weights[ROUTED_NORM]] = np.ones(shape.width, np.float32)
             router = np.zeros((shape.experts, shape.width), np.float32)
             at = np.arange(shape.experts)
-            router[at, layer * shape.experts + at] = CARRIED
+            said = carried if call.op is Op.EXPERT_FORESEE else 0
+            router[at, said + placed[call.op] * shape.experts + at] = CARRIED
             found[call.weights[ROUTED_ROUTER]] = router
-            layer += 1
+            placed[call.op] += 1
     return found

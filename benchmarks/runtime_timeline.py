@@ -130,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Folder(Path(name) / "plan", target.id)
         write_routed_plan(runtime_shape(routes), routes, target.id, STEP_TOKENS, folder.path)
-        setting = Setting(folder, len(routes), steering)
+        setting = Setting(folder, len(routes.own), steering)
         events = record(setting, options.way, options.share, options.tokens, is_warm=options.warm)
         schedule = compared(events, *named(folder, options.share))
     title = (
