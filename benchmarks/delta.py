@@ -19,11 +19,12 @@ from typing import Final
 
 from benchmarks import delta_engines as engines
 from benchmarks.delta_bound import entropy_bytes
-from benchmarks.delta_cases import Case, Expert, random_model
+from benchmarks.delta_cases import Case, Expert, merged_adapter, random_model
 from benchmarks.delta_models import edgecard_claims
 from benchmarks.runner import Claim, main
 from compiler.contract.planes import Plane
 from compiler.delta import SectionBytes, encode_delta
+from compiler.delta.compare import bsdiff4_size
 
 PEER: Final = "bsdiff4"
 TIMED: Final = "all weights"
@@ -36,6 +37,7 @@ DENSE_BOUND: Final = 1.05
 STRUCTURED_BOUND: Final = 1.2
 WHOLE: Final = 1 / 0.70
 CPU_GAIN: Final = 15.0
+REPLAY_GAIN: Final = 4.0
 APPLY_KIB: Final = 16 << 10
 DIFF_SECTIONS: Final = 3.0
 WIRE: Final = {0.005: 2.8e6, 0.01: 5.0e6}
@@ -81,7 +83,12 @@ class Folder:
 def measure() -> list[Claim]:
     """Measure everything; return the claims."""
     with tempfile.TemporaryDirectory() as name:
-        return [*expert_claims(Folder(Path(name))), *edgecard_claims(Path(name)), *wire_claims()]
+        return [
+            *expert_claims(Folder(Path(name))),
+            *replay_claims(),
+            *edgecard_claims(Path(name)),
+            *wire_claims(),
+        ]
 
 
 def expert_claims(folder: Folder) -> Iterator[Claim]:
@@ -167,6 +174,25 @@ def _timed(folder: Folder, length: int) -> Iterator[Claim]:
     yield _claim(
         "delta.apply_memory", most / 1024, "MiB", "the bar", APPLY_KIB / 1024, APPLY_KIB / most, 1.0
     )
+
+
+def replay_claims(rows: int = 2048, cols: int = 4096) -> Iterator[Claim]:
+    """Yield bytes of merged adapters: their factors replayed, against bsdiff4 on the result."""
+    for rank in (8, 16):
+        before, after, replays = merged_adapter(rows, cols, rank)
+        old, new = {engines.COMPONENT: before}, {engines.COMPONENT: after}
+        ours = len(encode_delta(old, new, replays={(engines.COMPONENT, 0): replays}).data)
+        plain = len(encode_delta(old, new).data)
+        yield _claim(
+            f"delta.replay.rank_{rank}",
+            ours,
+            "bytes",
+            PEER,
+            bsdiff4_size(old, new),
+            bsdiff4_size(old, new) / ours,
+            REPLAY_GAIN,
+            note=f"{rows} x {cols}; without the factors {plain} bytes",
+        )
 
 
 def wire_claims(megabytes: int = 200, sections: int = 16) -> Iterator[Claim]:

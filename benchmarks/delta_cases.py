@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from benchmarks.delta_bound import Parts
 from compiler.contract.planes import Plane
 from compiler.delta import SectionBytes
+from compiler.delta.lowrank import Factors, quantise_factors, replay_codes
 from compiler.quant.w4 import W4Matrix, pack_w4, quantise_w4
 
 HIDDEN: Final = 2048
@@ -96,6 +97,28 @@ class Expert:
         return Case(name, section, parts)
 
 
+def merged_adapter(n: int, k: int, rank: int) -> tuple[SectionBytes, SectionBytes, Factors]:
+    """Return a matrix, the same merged with an adapter by replay, and the adapter's factors."""
+    random = np.random.default_rng(rank)
+    matrix = quantise_w4(_draw(random, n, k))
+    packed = pack_w4(matrix)
+    size = np.float32(0.05) * _step(_draw(random, n, k)) / np.sqrt(np.float32(rank))
+    left = random.standard_normal((n, rank), dtype=np.float32) * size
+    right = random.standard_normal((rank, k), dtype=np.float32)
+    factors = quantise_factors(left, right, bytes(range(16)))
+    codes = replay_codes(packed.codes, packed.scales, packed.rows, factors)
+    rest = (("scales8", packed.scales), ("f32", packed.rows))
+    return _joined(("codes4", packed.codes), *rest), _joined(("codes4", codes), *rest), factors
+
+
+def _joined(*parts: tuple[str, bytes]) -> SectionBytes:
+    data, planes = b"", []
+    for kind, part in parts:
+        planes.append(Plane(kind, len(data), len(part)))
+        data += part
+    return SectionBytes(data, tuple(planes))
+
+
 def random_model(sections: int, codes: int, share: float) -> Iterator[tuple[bytes, bytes]]:
     """Yield sections of packed codes before and after a share of them moved by a step.
 
@@ -154,18 +177,11 @@ def _low_rank(weight: Floats, random: np.random.Generator) -> Floats:
 
 
 def _laid_out(matrices: list[W4Matrix], masks: Masks) -> tuple[SectionBytes, Parts]:
-    data, planes = bytearray(), []
+    parts: list[tuple[str, bytes]] = []
     for matrix, mask in zip(matrices, masks, strict=True):
         packed = pack_w4(matrix)
-        parts = (
-            ("codes4", packed.codes),
-            ("scales8", packed.scales),
-            ("f32", packed.rows),
-            ("raw", np.packbits(mask).tobytes()),
-        )
-        for kind, part in parts:
-            planes.append(Plane(kind, len(data), len(part)))
-            data += part
+        parts += [("codes4", packed.codes), ("scales8", packed.scales), ("f32", packed.rows)]
+        parts.append(("raw", np.packbits(mask).tobytes()))
     numbers = Parts(
         np.concatenate([matrix.codes.ravel() for matrix in matrices]),
         np.concatenate([np.repeat(m.grid.scales.ravel(), 32) for m in matrices]),
@@ -174,7 +190,7 @@ def _laid_out(matrices: list[W4Matrix], masks: Masks) -> tuple[SectionBytes, Par
         np.concatenate([mask.ravel() for mask in masks]),
         tuple(matrix.shape for matrix in matrices),
     )
-    return SectionBytes(bytes(data), tuple(planes)), numbers
+    return _joined(*parts), numbers
 
 
 Measure = Callable[[Case], float]

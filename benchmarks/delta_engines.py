@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from compiler.contract.planes import Plane
-from compiler.delta import SectionBytes, apply_delta, encode_delta
+from compiler.delta import SectionFile, apply_delta, write_delta
 
 OURS: Final = "ours"
 COMPONENT: Final = "expert.L0.E0"
@@ -115,9 +115,10 @@ class _File:
 
 def _ours_diff(old: Path, new: Path, patch: Path, planes: Path) -> None:
     layout = _layout(planes)
-    before = {COMPONENT: SectionBytes(old.read_bytes(), layout)}
-    after = {COMPONENT: SectionBytes(new.read_bytes(), layout)}
-    patch.write_bytes(encode_delta(before, after).data)
+    before = {COMPONENT: SectionFile(old, layout)}
+    after = {COMPONENT: SectionFile(new, layout)}
+    with patch.open("wb") as out:
+        write_delta(before, after, out)
 
 
 def _ours_apply(old: Path, new: Path, patch: Path, _planes: Path) -> None:
