@@ -29,6 +29,7 @@ class Command(BaseCommand):
         if options["only_setup"]:
             return
         command = [sys.executable, "-m", "pytest", "-p", "tests.plugins.engines", "-q"]
+        command.append("--ds=tests.settings")  # this process has the settings of the platform
         workers = int(str(options["workers"]))
         if workers > 1:
             command += ["-n", str(workers), "--dist", "loadgroup"]
