@@ -110,7 +110,7 @@ def _base(
 def _delta(job: Mapping[str, Any], say: Say) -> None:
     from compiler.delta import write_delta
     from compiler.delta.compare import bsdiff4_size
-    from compiler.driver.bundle_files import open_bundle
+    from compiler.driver.bundle_files import bundle_replays, open_bundle
 
     say(Progress("read", 0.0))
     out = Path(job["out"])
@@ -118,7 +118,7 @@ def _delta(job: Mapping[str, Any], say: Say) -> None:
     with open_bundle(Path(job["base"])) as old, open_bundle(Path(job["new"])) as new:
         say(Progress("encode", 0.1))
         with (out / DELTA_NAME).open("wb") as file:
-            made = write_delta(old, new, file)
+            made = write_delta(old, new, file, replays=bundle_replays(Path(job["new"])))
         say(Progress("compare", 0.7))
         old_bytes = sum(section.length for section in old.values())
         peer = bsdiff4_size(old, new) if old_bytes <= BSDIFF4_LIMIT_BYTES else None

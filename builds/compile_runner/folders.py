@@ -8,7 +8,12 @@ from pathlib import Path
 
 from django.conf import settings
 
-from builds.compile_runner.protocol import MANIFEST_NAME, SECTIONS_NAME
+from builds.compile_runner.protocol import (
+    MANIFEST_NAME,
+    REPLAYS,
+    REPLAYS_NAME,
+    SECTIONS_NAME,
+)
 from builds.models import Bundle, ModelVersion
 from builds.storage import blob_store
 
@@ -50,7 +55,7 @@ def lay_out_submission(version: ModelVersion, folder: Path) -> Path:
 
 
 def lay_out_bundle(bundle: Bundle, folder: Path) -> Path:
-    """Put the manifest and the sections of a bundle into `folder`.
+    """Put manifest, sections and factors of merged adapters of a bundle into `folder`.
 
     Raises:
         NotFoundError: A blob is gone.
@@ -59,6 +64,9 @@ def lay_out_bundle(bundle: Bundle, folder: Path) -> Path:
     (folder / MANIFEST_NAME).write_bytes(bundle.manifest_bytes)
     for section in bundle.sections.all():
         _place(section.sha256, folder / SECTIONS_NAME / section.component)
+    replays = bundle.job.report.get("artifacts", {}).get(REPLAYS)
+    if replays:
+        _place(replays, folder / REPLAYS_NAME)
     return folder
 
 

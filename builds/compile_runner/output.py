@@ -8,6 +8,8 @@ from typing import Any, Final
 from builds.compile_runner.protocol import (
     IR_NAME,
     MANIFEST_NAME,
+    REPLAYS,
+    REPLAYS_NAME,
     REPORT_NAME,
     SECTIONS_NAME,
     SOURCE_NAME,
@@ -18,7 +20,7 @@ from builds.services.bundles import BuildOutput
 from compiler.contract.errors import ContractError
 from compiler.contract.manifest import ReleaseManifest, Section, parse_manifest
 
-ARTIFACTS: Final = {"ir": IR_NAME, "c_source": SOURCE_NAME}
+ARTIFACTS: Final = {"ir": IR_NAME, "c_source": SOURCE_NAME, REPLAYS: REPLAYS_NAME}
 
 
 def output_read(job: BuildJob, folder: Path) -> BuildOutput:

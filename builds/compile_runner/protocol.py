@@ -15,7 +15,10 @@ REPORT_NAME: Final = "report.json"
 DELTA_NAME: Final = "delta.bin"
 IR_NAME: Final = "ir.mlir"
 SOURCE_NAME: Final = "kernels.c"
+REPLAYS_NAME: Final = "replays.bin"
 SECTIONS_NAME: Final = "sections"
+REPLAYS: Final = "replays"
+"""The artifact of a build with the factors of merged adapters."""
 EXIT_REPORTED: Final = 3
 MAX_LINE: Final = 64 * 1024
 

@@ -1,6 +1,6 @@
 """A bundle in a directory, for people and tests: what `python -m compiler compile --out` writes.
 
-manifest.json  sections/<component> ...  report.json  ir.mlir  kernels.c
+manifest.json  sections/<component> ...  report.json  ir.mlir  kernels.c  replays.bin
 """
 
 import contextlib
@@ -18,6 +18,8 @@ from compiler.contract.manifest import (
     Section,
     parse_manifest,
 )
+from compiler.delta.records import Replays
+from compiler.delta.replay_file import read_replays
 from compiler.delta.sections import SectionFile
 from compiler.driver.cache import write_atomic
 from compiler.driver.options import CompiledBundle
@@ -27,6 +29,8 @@ SECTIONS: Final = "sections"
 REPORT: Final = "report.json"
 IR: Final = "ir.mlir"
 SOURCE: Final = "kernels.c"
+REPLAYS: Final = "replays.bin"
+MAX_REPLAYS_BYTES: Final = 256 * 1024 * 1024
 MAX_REPORT_BYTES: Final = 256 * 1024 * 1024
 
 
@@ -45,18 +49,21 @@ def write_bundle(bundle: CompiledBundle, directory: Path) -> None:
     report = json.dumps(bundle.report, indent=1) + "\n"
     for name, text in ((IR, bundle.ir_text), (SOURCE, bundle.c_source)):
         write_atomic(directory / name, text.encode(), is_durable=False)
+    if bundle.replays:
+        write_atomic(directory / REPLAYS, bundle.replays, is_durable=False)
     write_atomic(directory / REPORT, report.encode(), is_durable=False)
     write_atomic(directory / MANIFEST, bundle.manifest.to_bytes())
 
 
 def _remove_older(directory: Path, *, keep: frozenset[str]) -> None:
-    """Remove the manifest of a bundle that was here before, and its sections that go."""
+    """Remove the manifest of a bundle that was here before, its factors, its sections that go."""
     path = directory / MANIFEST
     try:
         older = {section.component for section in parse_manifest(path.read_bytes()).sections}
     except (OSError, ContractError):
         older = set()
     path.unlink(missing_ok=True)
+    (directory / REPLAYS).unlink(missing_ok=True)
     for component in older - keep:
         (directory / SECTIONS / component).unlink(missing_ok=True)
 
@@ -139,6 +146,21 @@ def read_report(directory: Path) -> dict[str, Any]:
     if not isinstance(report, dict):
         raise ContractError(f"the report in {directory} is not an object")
     return report
+
+
+def bundle_replays(directory: Path) -> Replays:
+    """Return the factors that the bundle was merged with; none if there is no file of them.
+
+    Raises:
+        ContractError: The file is no such file.
+    """
+    path = directory / REPLAYS
+    if not path.exists():
+        return {}
+    try:
+        return read_replays(_read(path, MAX_REPLAYS_BYTES))
+    except OSError as error:
+        raise ContractError(f"no {REPLAYS} in {directory}: {error}") from error
 
 
 def read_text(directory: Path, name: str) -> str:

@@ -156,6 +156,11 @@ class _Compilation:
                 hint="leave --accuracy-budget out: nothing could tell what is lost",
             )
 
+    @property
+    def _seed_release(self) -> int:
+        """The release that seeds depend on; 0 if there is nothing to replay."""
+        return self.options.release_seq if self.spec.merge_adapters and self.base else 0
+
     def portable(self) -> Portable:
         """Return what is the same for every target, from the cache if it was made before."""
         facts: dict[str, Json] = {
@@ -170,6 +175,7 @@ class _Compilation:
         changed |= {"kv": kv.name} if kv else {}
         changed |= {"constant_time": True} if self.options.constant_time else {}
         changed |= {} if self.options.substitutes else {"substitutes": False}
+        changed |= {"release_seq": self._seed_release} if self._seed_release else {}
         key = cache_key(PORTABLE, facts | changed)
         stored = self.cache.get(PORTABLE, key)
         if stored is not None:
@@ -189,7 +195,12 @@ class _Compilation:
             self.cache,
             self.clock,
             self.building.begin,
-            Ways((budget, kv), self.options.constant_time, self.options.substitutes),
+            Ways(
+                (budget, kv),
+                self.options.constant_time,
+                self.options.substitutes,
+                self._seed_release,
+            ),
         )
         self.cache.put(PORTABLE, key, portable.to_parts())
         return portable
@@ -327,7 +338,8 @@ class _Compilation:
             "provenance": self.provenance,
             **{name: fact for name, fact in portable.facts.items() if name != ORIGINS},
         }
-        return CompiledBundle(manifest, dict(sections), report, portable.ir_text, c_source)
+        texts = portable.ir_text, c_source
+        return CompiledBundle(manifest, dict(sections), report, *texts, portable.replays)
 
     def _manifest(
         self,

@@ -122,6 +122,8 @@ class CompiledBundle:
             bundle.
         ir_text: The lowered IR in MLIR text form.
         c_source: The C that became `kernels`.
+        replays: Factors of the adapters that were replayed on the base, for deltas
+            (`compiler.delta.replay_file`); empty without any.
     """
 
     manifest: ReleaseManifest
@@ -129,3 +131,4 @@ class CompiledBundle:
     report: Mapping[str, Any]
     ir_text: str
     c_source: str
+    replays: bytes = b""

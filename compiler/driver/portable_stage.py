@@ -27,6 +27,7 @@ from compiler.driver.calibrate import record_cached
 from compiler.driver.explain.sources import call_summaries, named_rows, named_zeros, origin_facts
 from compiler.driver.gain import ANSWERS, AnswerScores
 from compiler.driver.lowering import Lowered, lower_submission
+from compiler.driver.merges import merge_replays, merge_rows, merge_seeds
 from compiler.driver.plan_facts import operation_counts, weight_kinds
 from compiler.driver.provenance import compiler_digest
 from compiler.driver.questions import questions_sha256
@@ -73,11 +74,13 @@ class Ways(NamedTuple):
         lossy: What removing may lose, 0 removes what is dead; how keys and values are stored.
         constant_time: Whether nothing may depend on values; see `compiler.quant.constant_time`.
         substitutes: Whether there may be variants without routers.
+        seed_release: The release whose merged adapters are replayed on the base; 0 for none.
     """
 
     lossy: tuple[float, KvKind] = (0.0, KvKind.F32)
     constant_time: bool = False
     substitutes: bool = True
+    seed_release: int = 0
 
 
 def make_portable(
@@ -118,7 +121,8 @@ def make_portable(
         record = record_cached(directory, spec, lowered.module, files, cache, clock, removed.digest)
         learned = learn_routing(lowered.module, record, base_widths(lowered.module, base[0]))
         begin_kernels(schedule_module(learned.module, record, None, ways.constant_time).module.ops)
-        packed = pack_module(learned.module, base=old, record=record, pack=pack)
+        seeds = merge_seeds(learned.module, base[0], ways.seed_release)
+        packed = pack_module(learned.module, base=old, record=record, pack=pack, seeds=seeds)
         facts = _weight_report(lowered.module, packed, old, record, calibration) | removed.report()
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
     with clock.stage("plan"):
@@ -129,7 +133,8 @@ def make_portable(
         made, parts, plan_facts = _planned(spec, banded, weights, record, ways, clock)
         parts, routing = _with_routing(directory, parts, learned, known, cache, clock, base[0])
     facts |= plan_facts | routing | _pass_facts(lowered, banded)
-    return Portable(parts, made.planes, lowered.ir_text, facts, made.plan)
+    replays = merge_replays(made.plan, made.planes, packed.factors)
+    return Portable(parts, made.planes, lowered.ir_text, facts, made.plan, replays)
 
 
 def _answer_facts(
@@ -230,6 +235,7 @@ def _weight_report(
         "sqnr_db": sqnr_rows(module, packed.packed),
         "calibration": calibration_rows(module, packed.errors),
         "base": _base_facts(packed, old),
+        "adapters": merge_rows(module, packed.factors),
         **activity_facts(module, record),
         **_answer_facts(record, calibration),
     }

@@ -83,6 +83,7 @@ class Portable:
         planes: Planes of the sections with weights.
         facts: Rows of the report.
         plan: What section `plan` says.
+        replays: Factors of merged adapters, `compiler.delta.replay_file`; empty without any.
     """
 
     sections: dict[str, bytes]
@@ -90,6 +91,7 @@ class Portable:
     ir_text: str
     facts: dict[str, Json]
     plan: Plan
+    replays: bytes = b""
 
     def to_parts(self) -> dict[str, bytes]:
         """Return the parts of a cache entry."""
@@ -101,6 +103,7 @@ class Portable:
             "planes": canonical_bytes(planes),
             "ir": self.ir_text.encode(),
             "facts": canonical_bytes(self.facts),
+            "replays": self.replays,
             **{_SECTION + name: data for name, data in self.sections.items()},
         }
 
@@ -118,6 +121,7 @@ class Portable:
             planes={name: _planes(items) for name, items in parse_object(parts["planes"]).items()},
             ir_text=parts["ir"].decode(),
             facts=parse_object(parts["facts"]),
+            replays=parts["replays"],
         )
 
 

@@ -70,6 +70,9 @@ FAMILIES: Final[Mapping[str, Mapping[str, _Roles]]] = MappingProxyType(
         ),
     }
 )
+ADAPTERS_MERGE: Final = "merge"
+ADAPTERS: Final = ("branch", ADAPTERS_MERGE)
+"""What becomes of low-rank branches beside a weight."""
 MAX_INTEGER: Final = 1 << 64
 """Of a number that may also have a fraction."""
 _REPEATABLE: Final = frozenset(
@@ -132,6 +135,7 @@ def parse_pipeline(data: bytes) -> PipelineSpec:
         prune=_prune(top.table("prune")) if is_vision and "prune" in document else None,
         kv=_kv(top.table("kv")) if is_vision and "kv" in document else None,
         quantise=top.choice("quantise", QUANTISE),
+        merge_adapters=top.choice("adapters", ADAPTERS) == ADAPTERS_MERGE,
     )
     top.finish()
     return spec

@@ -35,6 +35,7 @@ from compiler.contract.operations import (
 )
 from compiler.contract.plan_format import KvKind
 from compiler.errors import CompilerError
+from compiler.kernels.merged import Merged
 
 __all__ = [
     "ABSENT",
@@ -138,6 +139,7 @@ class Weight:
         layout: How it is stored, one of `LAYOUTS` of its kind: what a W4 weight leaves out; or `i8`
             or `i16`: an f32 matrix on a grid per row is stored as codes, of routers and, `i8`, of
             EMBED and LINEAR_F32.
+        merged: What the weight was before adapters were merged into it.
     """
 
     id: int
@@ -145,6 +147,7 @@ class Weight:
     array: np.ndarray
     section: str
     layout: str = DENSE
+    merged: Merged | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,10 @@
     %h = "hw.call"(%x, %A) <{op = "LINEAR_F32"}>      %u = "hw.call"(%h, %B) <{op = "LINEAR_F32"}>
     %s = "hw.call"(%u, %scale) <{op = "MUL"}>         %y = "hw.call"(%x, %s, %W) <{op = "LINEAR"}>
 
-No pass merges the branch into W: its product is never a constant. `lower` asks here and puts A and
-B into sections of their own, `adapter.<n>`, so that an update of the adapter leaves every other
-section as it is, bit for bit. The first branch beside a weight is adapter 0, the next adapter 1.
+`merge_adapters` merges branches into W if the submission asks for it; nothing else does, for their
+product is never a constant. `lower` asks here and puts A and B of what is left into sections of
+their own, `adapter.<n>`, so that an update of the adapter leaves every other section as it is, bit
+for bit. The first branch beside a weight is adapter 0, the next adapter 1.
 Left out: branches with a bias or an activation, which are layers and no adapters.
 """
 
@@ -23,11 +24,12 @@ from compiler.dialects.hw import CallOp
 from compiler.dialects.sp import ConstantOp
 from compiler.dialects.types import shape_of
 from compiler.passes.functions import operations
+from compiler.passes.horizontal import digest_of
 
 ADAPTER_SECTION: Final = "adapter."
 _LINEARS: Final = frozenset(op.name for op in LINEARS)
-_SUMS: Final = frozenset({Op.ADD.name})
-_SCALES: Final = frozenset({Op.MUL.name, Op.DIV.name})
+SUMS: Final = frozenset({Op.ADD.name})
+SCALES: Final = frozenset({Op.MUL.name, Op.DIV.name})
 
 
 def adapter_sections(module: ModuleOp) -> Mapping[str, str]:
@@ -41,14 +43,14 @@ def adapter_sections(module: ModuleOp) -> Mapping[str, str]:
     numbers: dict[tuple[str, str], int] = {}
     used: Counter[str] = Counter()
     for down in _calls(module):
-        up = _second(down)
+        up = second_of(down)
         base = _base(down, up) if up is not None else None
         if up is None or base is None:
             continue
-        pair = (_digest(down), _digest(up))
+        pair = (digest_of(down), digest_of(up))
         if pair not in numbers:
-            numbers[pair] = beside[_digest(base)]
-            beside[_digest(base)] += 1
+            numbers[pair] = beside[digest_of(base)]
+            beside[digest_of(base)] += 1
         for digest in pair:
             sections[digest] = f"{ADAPTER_SECTION}{numbers[pair]}"
             used[digest] += 1
@@ -61,13 +63,6 @@ def _calls(module: ModuleOp) -> Iterator[CallOp]:
 
 def _digests(call: CallOp) -> list[str]:
     return [w.owner.sha256.data for w in call.weights if isinstance(w.owner, ConstantOp)]
-
-
-def _digest(linear: CallOp) -> str:
-    weight = linear.weight(0)
-    assert weight is not None
-    assert isinstance(weight.owner, ConstantOp)
-    return weight.owner.sha256.data
 
 
 def _sizes(linear: CallOp) -> tuple[int, int]:
@@ -85,17 +80,18 @@ def _is_plain(call: object) -> bool:
     return call.weight(1) is None and int(call.parameters().get("act", Act.NONE)) == Act.NONE
 
 
-def _only_reader(value: SSAValue) -> CallOp | None:
+def only_reader(value: SSAValue) -> CallOp | None:
+    """Return the call that reads a value, if exactly one does, once."""
     uses = list(value.uses)
     reader = uses[0].operation if len(uses) == 1 else None
     return reader if isinstance(reader, CallOp) else None
 
 
-def _second(down: CallOp) -> CallOp | None:
+def second_of(down: CallOp) -> CallOp | None:
     """Return the linear layer that alone reads `down`, if the two narrow and widen again."""
     if not _is_plain(down) or down.argument(1) is not None:
         return None
-    up = _only_reader(down.outputs[0])
+    up = only_reader(down.outputs[0])
     if up is None or not _is_plain(up) or up.argument(0) is not down.outputs[0]:
         return None
     rank, width = _sizes(down)
@@ -115,13 +111,13 @@ def _base(down: CallOp, up: CallOp) -> CallOp | None:
 
 def _partners(value: SSAValue) -> list[SSAValue | None]:
     """Return what `value`, scaled or not, is added to; the sum itself if a layer does it."""
-    reader = _only_reader(value)
-    while reader is not None and reader.op.data in _SCALES:
+    reader = only_reader(value)
+    while reader is not None and reader.op.data in SCALES:
         value = reader.outputs[0]
-        reader = _only_reader(value)
+        reader = only_reader(value)
     if reader is None:
         return []
-    if reader.op.data in _SUMS:
+    if reader.op.data in SUMS:
         return [reader.argument(0), reader.argument(1)]
     is_sum = reader.op.data in _LINEARS and reader.argument(1) is value
     return [reader.outputs[0]] if is_sum else []
@@ -134,6 +130,6 @@ def _terms(value: SSAValue | None) -> Iterator[CallOp]:
         yield call
         rest = call.argument(1)
         call = rest.owner if rest is not None else None
-    if isinstance(call, CallOp) and call.op.data in _SUMS:
+    if isinstance(call, CallOp) and call.op.data in SUMS:
         for at in (0, 1):
             yield from _terms(call.argument(at))

@@ -7,6 +7,7 @@ from xdsl.dialects.builtin import ModuleOp
 
 from compiler.analysis.constants import ConstantTable
 from compiler.analysis.known_facts import KnownFacts
+from compiler.kernels.merged import Merged
 from compiler.passes.origins import Origins
 from compiler.passes.pipeline_spec import PipelineSpec
 
@@ -19,6 +20,8 @@ class PassContext:
     constants: ConstantTable
     origins: Origins
     facts: KnownFacts = field(default_factory=KnownFacts)
+    merges: dict[str, Merged] = field(default_factory=dict)
+    """Weights that adapters were merged into, by the digest of what they are now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from compiler.dialects.dims import Dim
 from compiler.dialects.hw import CallOp
 from compiler.dialects.sp import ConstantOp
 from compiler.dialects.types import Tensor, shape_of, tensor_type, type_of
+from compiler.kernels.merged import Merged, stacked
 from compiler.passes.base import PassContext
 from compiler.passes.horizontal import (
     Digests,
@@ -211,6 +212,7 @@ def _side_by_side(linears: Sequence[CallOp], rows: Dim, state: FusionState) -> C
     first = linears[0]
     weight = np.concatenate([state.array(linear.weight(0)) for linear in linears])
     weights: list[SSAValue | None] = [state.constant(weight, first)]
+    _note_merged(linears, weights[0], state)
     if first.weight(1) is not None:
         bias = np.concatenate([state.array(linear.weight(1)).reshape(-1) for linear in linears])
         weights.append(state.constant(bias, first))
@@ -220,6 +222,21 @@ def _side_by_side(linears: Sequence[CallOp], rows: Dim, state: FusionState) -> C
     for linear in linears:
         state.ctx.origins.stands(linear, [fused])
     return fused
+
+
+def _note_merged(linears: Sequence[CallOp], weight: SSAValue | None, state: FusionState) -> None:
+    """Keep what adapters added to any of `linears`, for the weight that they share now."""
+    merges, digests = state.ctx.merges, [digest_of(linear) for linear in linears]
+    if not any(digest in merges for digest in digests):
+        return
+    assert weight is not None
+    assert isinstance(weight.owner, ConstantOp)
+    merges[weight.owner.sha256.data] = stacked(
+        [
+            merges.get(digest) or Merged.nothing(state.array(linear.weight(0)))
+            for digest, linear in zip(digests, linears, strict=True)
+        ]
+    )
 
 
 def _row_readers(run: Sequence[SSAValue], attention: CallOp) -> list[CallOp] | None:

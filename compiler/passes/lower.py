@@ -179,7 +179,8 @@ class _Lowering:
                 stored = round_w8(stored)
             if kind == "f32" and chosen == I8:
                 stored = find_codes(stored, I8).values()
-            self.weights.append(Weight(len(self.weights), kind, stored, section, chosen))
+            merged = self.ctx.merges.get(digest) if kind == "w4" else None
+            self.weights.append(Weight(len(self.weights), kind, stored, section, chosen, merged))
         return self.weight_ids[key]
 
     def _note_cache(self, op: CallOp) -> None:

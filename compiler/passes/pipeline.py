@@ -31,6 +31,7 @@ from compiler.passes.inject_masks import InjectMasks
 from compiler.passes.invariant import SparsityGuard
 from compiler.passes.last_row import LastRow
 from compiler.passes.lower import calls_of, lower
+from compiler.passes.merge_adapters import MergeAdapters
 from compiler.passes.origins import UNREAD, Origins, Provenance, provenance
 from compiler.passes.plan_kv import PlanKv
 from compiler.passes.propagate_masks import PropagateMasks
@@ -89,6 +90,7 @@ COMPOSING: Final[tuple[Pass, ...]] = (
 )
 SELECTING: Final[tuple[Pass, ...]] = (
     SelectKernels(),
+    MergeAdapters(),
     PlanKv(),
     FuseGroups(),
     AssignLayouts(),
@@ -247,7 +249,7 @@ def finish_pipeline(
     for stage, passes in STAGES.items():
         if stage in _FIRST or (stage == "removed" and not loss.removals):
             continue
-        wanted = [p for p in passes if p.name not in leave_out and (fuse or not _is_fusing(p))]
+        wanted = [p for p in passes if p.name not in leave_out and _is_asked(p, ctx, fuse)]
         chosen = [_configured(p, b"", loss, layout_workspace_bytes) for p in wanted]
         notes.extend(run_passes(module, ctx, chosen, verify=verify, guard=guard))
         _verify(module, stage)
@@ -280,8 +282,11 @@ def _configured(
             return current
 
 
-def _is_fusing(current: Pass) -> bool:
-    return isinstance(current, FuseGroups)
+def _is_asked(current: Pass, ctx: PassContext, fuse: bool) -> bool:
+    """Return whether a pass runs, of those that a caller or a submission chooses."""
+    if isinstance(current, MergeAdapters):
+        return ctx.spec.merge_adapters
+    return fuse or not isinstance(current, FuseGroups)
 
 
 def _sparsity(module: ModuleOp, ctx: PassContext) -> dict[str, Any]:

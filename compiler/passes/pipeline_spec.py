@@ -125,6 +125,7 @@ class PipelineSpec:
         kv: A window over the cache, if the submission asks for one.
         quantise: `w4` stores large matrices in four bits, `w8` in eight; `none` keeps every weight
             as it is but those of experts, which are in four.
+        merge_adapters: Whether low-rank branches are merged into the weights beside them.
     """
 
     family: str
@@ -136,6 +137,7 @@ class PipelineSpec:
     prune: PruneSpec | None = None
     kv: KvWindow | None = None
     quantise: str = QUANTISE_W4
+    merge_adapters: bool = False
 
     def component(self, name: str) -> Component:
         """Return the component called `name`."""

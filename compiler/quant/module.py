@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from compiler.kernels.program import Module
+from compiler.delta.lowrank import Factors
+from compiler.kernels.program import Module, Weight
 from compiler.quant.grid_search import OutputError, search_grid
+from compiler.quant.merge import Seeds, replay_merge
 from compiler.quant.record import CalibrationRecord, InputSample
 from compiler.quant.w4 import (
     Floats,
@@ -28,11 +30,19 @@ class PackedWeight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedModule:
-    """By weight id: packed weights, how much of frozen grids survived, errors of searched ones."""
+    """What became of weights, by weight id.
+
+    Attributes:
+        packed: Packed weights.
+        reports: How much of frozen grids survived.
+        errors: Of grids that were searched.
+        factors: Of adapters that were replayed on a base.
+    """
 
     packed: Mapping[int, PackedW4]
     reports: Mapping[int, GridReport]
     errors: Mapping[int, OutputError] = field(default_factory=dict)
+    factors: Mapping[int, Factors] = field(default_factory=dict)
 
 
 def pack_weight(
@@ -61,6 +71,7 @@ def pack_module(
     base: Mapping[int, PackedW4] | None = None,
     record: CalibrationRecord | None = None,
     pack: Callable[[Floats, Grid | None, InputSample | None], PackedWeight] = pack_weight,
+    seeds: Seeds | None = None,
 ) -> PackedModule:
     """Quantise and pack the `w4` weights of a module.
 
@@ -71,13 +82,21 @@ def pack_module(
         record: What calibration saw; scales that are not frozen are searched for the least error
             on it.
         pack: Packs one weight; the driver gives one that remembers.
+        seeds: By weight id, where adapters that were merged are replayed on the base.
 
     Raises:
         QuantError: A weight cannot be packed.
+        MergeBaseError: An adapter was merged into a weight that has another shape in the base.
     """
     found: dict[int, PackedWeight] = {}
+    factors: dict[int, Factors] = {}
     for weight in module.weights:
         if weight.kind == "w4":
+            replayed = _replayed(weight, base or {}, seeds or {})
+            if replayed is not None:
+                packed, factors[weight.id] = replayed
+                found[weight.id] = PackedWeight(packed, GridReport(len(packed.scales)))
+                continue
             grid = _grid_of((base or {}).get(weight.id), weight.array)
             sample = record.sample(weight.id) if record and grid is None else None
             found[weight.id] = pack(weight.array, grid, sample)
@@ -85,7 +104,17 @@ def pack_module(
         packed={at: one.packed for at, one in found.items()},
         reports={at: one.report for at, one in found.items()},
         errors={at: one.error for at, one in found.items() if one.error is not None},
+        factors=factors,
     )
+
+
+def _replayed(
+    weight: Weight, base: Mapping[int, PackedW4], seeds: Seeds
+) -> tuple[PackedW4, Factors] | None:
+    """Return a weight with its adapters replayed on the base, if that can be."""
+    if weight.merged is None or weight.id not in base or weight.id not in seeds:
+        return None
+    return replay_merge(weight.merged, base[weight.id], seeds[weight.id])
 
 
 def _grid_of(old: PackedW4 | None, array: Floats) -> Grid | None:

@@ -10,7 +10,7 @@ from compiler.contract.canonical import Json
 from compiler.contract.manifest import ReleaseManifest
 from compiler.contract.plan import Plan, PlanProgram, parse_plan
 from compiler.delta import SectionBytes, encode_delta
-from compiler.driver.bundle_files import read_bundle
+from compiler.driver.bundle_files import bundle_replays, read_bundle
 from compiler.driver.commands.base import Answer, Command, Console, shown_bytes, table
 from compiler.driver.commands.inspect_bundle import call_text
 
@@ -35,7 +35,7 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
     sections = _section_rows(old, new)
     plan = plan_difference(parse_plan(old[1]["plan"]), parse_plan(new[1]["plan"]))
     console.progress("delta", 0.2)
-    delta = encode_delta(_with_planes(old), _with_planes(new))
+    delta = encode_delta(_with_planes(old), _with_planes(new), replays=bundle_replays(options.new))
     report = delta.report
     total = sum(len(data) for data in new[1].values())
     update: dict[str, Json] = {

@@ -19,6 +19,7 @@ from tests.factories.image_models import MIDDLES, between, write_image_block
 from tests.factories.int8_blocks import Bytes, int8_block
 from tests.factories.moe_contrib import contrib
 from tests.factories.moe_shapes import Mix
+from tests.factories.onnx_adapters import SMALL_WIDTH, adapter_block
 from tests.factories.onnx_blocks import (
     GraphBuilder,
     elementwise_block,
@@ -139,6 +140,7 @@ CASES: Mapping[str, Writer] = {
     "derive-structure": lambda d: write_block(d, tiles_block),
     "propagate-masks": lambda d: write_block(d, elementwise_block),
     "select-kernels": lambda d: write_block(d, moe_block()),
+    "merge-adapters": lambda d: write_block(d, adapter_block, width=SMALL_WIDTH),
     "assign-layouts": lambda d: write_block(d, sparse_block),
     "check-zeros": lambda d: write_block(d, relu_block),
     "fuse-groups": lambda d: write_tiny(d, SMALL),
