@@ -11,7 +11,13 @@ from compiler.kernels.merged import Merged, stacked
 from compiler.kernels.program import Module, Op
 from tests.factories.onnx_adapters import ask_to_merge
 from tests.factories.onnx_blocks import Block, GraphBuilder, linear
-from tests.factories.onnx_models import write_block
+from tests.factories.onnx_models import (
+    TinyShape,
+    attention,
+    merge_heads,
+    split_heads,
+    write_block,
+)
 from tests.factories.onnx_runs import block_difference, lowered
 from tests.unit.compiler.passes.test_adapters import RANK, WIDTH, adapted
 
@@ -81,6 +87,26 @@ def test_it_leaves_what_it_cannot_merge(tmp_path: Path, block: Block) -> None:
     module = merged(tmp_path, block)
     assert linears(module) == 3
     assert all(weight.merged is None for weight in module.weights)
+
+
+def attended(b: GraphBuilder, x: str) -> str:
+    """One head of attention, an adapter beside the queries and one beside the values."""
+    shape = TinyShape(width=WIDTH, heads=2, kv_heads=2)
+    parts = [linear(b, x, WIDTH, WIDTH) for _ in range(3)]
+    for at in (0, 2):
+        parts[at] = b.op("Add", parts[at], branch(b, x))
+    q, k, v = (split_heads(b, part, shape) for part in parts)
+    return merge_heads(b, attention(b, q, k, v, shape), shape)
+
+
+def test_queries_keys_and_values_become_one_layer_with_both_adapters(tmp_path: Path) -> None:
+    module = merged(tmp_path, attended)
+    assert linears(module) == 1
+    (weight,) = (w for w in module.weights if w.kind == "w4")
+    assert weight.merged is not None
+    assert weight.merged.left.shape == (3 * WIDTH, 2 * RANK)
+    assert not weight.merged.left[WIDTH : 2 * WIDTH].any()
+    np.testing.assert_allclose(weight.array, weight.merged.values(), atol=1e-6)
 
 
 def test_layers_side_by_side_stack_their_adapters() -> None:
