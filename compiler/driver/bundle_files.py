@@ -8,7 +8,7 @@ import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from compiler.contract.canonical import sha256_hex
 from compiler.contract.errors import ContractError, DigestMismatchError
@@ -18,11 +18,12 @@ from compiler.contract.manifest import (
     Section,
     parse_manifest,
 )
-from compiler.delta.records import Replays
-from compiler.delta.replay_file import read_replays
-from compiler.delta.sections import SectionFile
 from compiler.driver.cache import write_atomic
 from compiler.driver.options import CompiledBundle
+
+if TYPE_CHECKING:
+    from compiler.delta.records import Replays
+    from compiler.delta.sections import SectionFile
 
 MANIFEST: Final = "manifest.json"
 SECTIONS: Final = "sections"
@@ -87,13 +88,15 @@ def read_bundle(directory: Path) -> tuple[ReleaseManifest, dict[str, bytes]]:
 
 
 @contextlib.contextmanager
-def open_bundle(directory: Path) -> Iterator[dict[str, SectionFile]]:
+def open_bundle(directory: Path) -> Iterator[dict[str, "SectionFile"]]:
     """Yield the sections of a bundle as open files, digests checked; for bundles of any size.
 
     Raises:
         ContractError: There is no whole bundle in the directory.
         DigestMismatchError: A section is not the one the manifest names.
     """
+    from compiler.delta.sections import SectionFile  # loads numpy
+
     with contextlib.ExitStack() as files:
         with _no_bundle(directory):
             manifest = parse_manifest(_read(directory / MANIFEST, MAX_MANIFEST_BYTES))
@@ -148,7 +151,7 @@ def read_report(directory: Path) -> dict[str, Any]:
     return report
 
 
-def bundle_replays(directory: Path) -> Replays:
+def bundle_replays(directory: Path) -> "Replays":
     """Return the factors that the bundle was merged with; none if there is no file of them.
 
     Raises:
@@ -157,6 +160,8 @@ def bundle_replays(directory: Path) -> Replays:
     path = directory / REPLAYS
     if not path.exists():
         return {}
+    from compiler.delta.replay_file import read_replays  # loads numpy
+
     try:
         return read_replays(_read(path, MAX_REPLAYS_BYTES))
     except OSError as error:

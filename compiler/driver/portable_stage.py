@@ -52,6 +52,7 @@ from compiler.passes.pipeline_spec import PipelineSpec
 from compiler.quant.checks import CheckedCall, learn_checks
 from compiler.quant.constant_time import constant_time, require_constant_time
 from compiler.quant.grid_search import OutputError
+from compiler.quant.merge import Seeds
 from compiler.quant.module import PackedModule, PackedWeight, pack_module, pack_weight
 from compiler.quant.neurons import NeuronChoice, choose_neurons
 from compiler.quant.packing import PackedChoice, choose_packed
@@ -117,11 +118,10 @@ def make_portable(
     removed = choose_cached(directory, spec, files, ways.lossy, costs[0], pack, cache, clock)
     lowered = lower_cached(directory, model_files, cache, clock, *costs, removed)
     with clock.stage("quantise"):
-        old = base_weights(_possible(lowered, ways.constant_time), *base)
+        old, seeds = _old(lowered, base, ways)
         record = record_cached(directory, spec, lowered.module, files, cache, clock, removed.digest)
         learned = learn_routing(lowered.module, record, base_widths(lowered.module, base[0]))
         begin_kernels(schedule_module(learned.module, record, None, ways.constant_time).module.ops)
-        seeds = merge_seeds(learned.module, base[0], ways.seed_release)
         packed = pack_module(learned.module, base=old, record=record, pack=pack, seeds=seeds)
         facts = _weight_report(lowered.module, packed, old, record, calibration) | removed.report()
     clock.note("quantise", weights=len(packed.packed), from_cache=packing.found)
@@ -133,6 +133,27 @@ def make_portable(
         made, parts, plan_facts = _planned(spec, banded, weights, record, ways, clock)
         parts, routing = _with_routing(directory, parts, learned, known, cache, clock, base[0])
     facts |= plan_facts | routing | _pass_facts(lowered, banded)
+    return _portable(lowered, made, parts, facts, packed)
+
+
+def _old(
+    lowered: Lowered,
+    base: tuple[Mapping[str, bytes], Mapping[str, tuple[Plane, ...]] | None],
+    ways: Ways,
+) -> tuple[dict[int, PackedW4], Seeds]:
+    """Return the weights of the base, and the seeds of what is replayed on them."""
+    old = base_weights(_possible(lowered, ways.constant_time), *base)
+    return old, merge_seeds(lowered.module, base[0], ways.seed_release)
+
+
+def _portable(
+    lowered: Lowered,
+    made: EmittedPlan,
+    parts: dict[str, bytes],
+    facts: dict[str, Json],
+    packed: PackedModule,
+) -> Portable:
+    """Return all of it, with the factors of what was replayed where its codes stand now."""
     replays = merge_replays(made.plan, made.planes, packed.factors)
     return Portable(parts, made.planes, lowered.ir_text, facts, made.plan, replays)
 

@@ -1,6 +1,7 @@
 """The gate of a release in a compilation: the scores of both versions, the verdict, the refusal."""
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ from compiler.passes.pipeline import raise_pipeline
 from compiler.quant.module import pack_weight
 from compiler.simulator.machine import Simulator
 from tests.factories.bundles import STORE
+from tests.factories.onnx_adapters import ask_to_merge, put_branch
 from tests.factories.weak_models import cards_of, write_cards, write_weak
 
 
@@ -112,6 +114,21 @@ def test_an_update_that_quantisation_loses_is_refused_with_the_numbers(
     base = replace(known, f32=lower(known.f32, 0.5))
     with pytest.raises(GainLostError, match=r"\+0\.\d{4} nats in f32 .* in int4: \d% of the gain"):
         compile_model(weak, on_top(first, base))
+
+
+def test_an_adapter_that_is_replayed_is_judged_too(
+    weak: Path, first: CompiledBundle, known: AnswerScores, tmp_path: Path
+) -> None:
+    directory = ask_to_merge(shutil.copytree(weak, tmp_path / "adapted"))
+    put_branch(directory / "decoder.onnx", rank=2, size=0.02)
+    base = replace(known, f32=lower(known.f32, 0.5), int4=lower(known.int4, 0.5))
+    report = compile_model(directory, on_top(first, base)).report
+    assert [row["merged"] for row in report["adapters"].values()] == ["replay"]
+    assert (report["gain"]["rule"], report["gain"]["passed"]) == ("gain", True)
+    assert report["gain"]["kept_ratio"] > 0.9
+    lost = replace(base, int4=known.int4)
+    with pytest.raises(GainLostError):
+        compile_model(directory, on_top(first, lost))
 
 
 def test_it_says_what_it_could_not_compare(
