@@ -5,7 +5,9 @@
 
 A rung stays if it loses at most `MAX_LOSS` of the answers and needs fewer bytes than the rung above
 it. A version that changes a few experts of a base keeps what was fitted and judged there, byte for
-byte, as it keeps steering. Called after entropy bands were chosen and before the plan is emitted.
+byte, as it keeps steering; any other version of the base keeps what was fitted there as long as it
+loses little enough here, so that an update need not carry it. Called after entropy bands were
+chosen and before the plan is emitted.
 """
 
 import json
@@ -108,7 +110,7 @@ def choose_substitutes(
     stage = _Stage(directory, spec, banded, packed, cache)
     try:
         layers = routed_layers(banded.module)
-        kept = _kept(stage, layers, base)
+        kept = _kept(stage, layers, base) or _kept_as_it_answers(stage, layers, base)
         if kept is not None:
             return kept
         makers, refused = _makers(banded.module, layers, record, pack)
@@ -209,6 +211,36 @@ def _kept(
     changed = changed_experts(sections, base)
     if changed is None:
         return None
+    there = _of_base(stage, layers, base)
+    if there is None:
+        return None
+    found, made = there
+    return stage.chosen(made, found, {}, kept_from_base=changed)
+
+
+def _kept_as_it_answers(
+    stage: "_Stage", layers: Mapping[int, RoutedLayer], base: Mapping[str, bytes]
+) -> Chosen | None:
+    """Return the base's substitutes, if all of them are still good enough here."""
+    there = _of_base(stage, layers, base) if SECTION in base and host_target() else None
+    if there is None:
+        return None
+    before, made = there
+    plan, marks = stage.trial(made)
+    refused: dict[Substitute, str] = {}
+    found = judged(plan, stage.bands, marks, refused)
+    if found.kinds != before.kinds:
+        return None
+    refused |= dict.fromkeys(set(Substitute) - set(found.kinds), "the base has none, and was kept")
+    sizes = substitute_bytes(plan)
+    planned: dict[str, Json] = {kind.value: sizes[kind] for kind in found.kinds}
+    return stage.chosen(made, found, refused, planned=planned, fitted_for_base=True)
+
+
+def _of_base(
+    stage: "_Stage", layers: Mapping[int, RoutedLayer], base: Mapping[str, bytes]
+) -> tuple[Substitutes, Substituted] | None:
+    """Return the base's section, and the module with its substitutes; None if they do not fit."""
     try:
         found = parse_substitutes(base[SECTION])
         narrow, biases = kept_layers(layers, base, found.kinds)
@@ -220,9 +252,7 @@ def _kept(
         Substitute.FULL_DENSE: lambda some: with_full(some, biases),
     }
     made, refused = stage.made({kind: makers[kind] for kind in found.kinds}, {})
-    if refused:
-        return None
-    return stage.chosen(made, found, {}, kept_from_base=changed)
+    return None if refused or not found.kinds else (found, made)
 
 
 @dataclass(frozen=True, slots=True)

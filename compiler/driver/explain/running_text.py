@@ -264,6 +264,8 @@ def _substitute_lines(found: Mapping[str, Any] | None) -> Iterator[str]:
         yield f"without routers; with them {right / asked:.2%} of {asked} held-out questions right:"
         if "kept_from_base" in found:
             yield f"  fitted on the base, from which {found['kept_from_base']} experts differ"
+        if found.get("fitted_for_base"):
+            yield "  fitted for the base, judged again on this version's cards"
         planned = found.get("planned", {})
         rows = [
             (

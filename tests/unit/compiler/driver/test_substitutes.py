@@ -18,6 +18,7 @@ from compiler.emitters.plan import emit_plan
 from compiler.emitters.schedule import obey, schedule_ops
 from compiler.emitters.substitutes import (
     NoSubstituteError,
+    Substituted,
     has_shared,
     narrow_names,
     routed_layers,
@@ -268,6 +269,49 @@ def test_a_few_changed_experts_keep_what_the_base_has(tmp_path: Path) -> None:
     assert dense == {"dense.L0", "dense.L1"}
     assert {name: new.sections[name] for name in dense} == {name: base[name] for name in dense}
     banded.verify(new.plan)
+
+
+@pytest.mark.parametrize(("right", "is_kept"), [(90, True), (20, False)])
+def test_another_version_keeps_what_was_fitted_for_the_base_while_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: int, is_kept: bool
+) -> None:
+    builder = DecoderBuilder(5, hidden=64, experts=16)
+    builder.add_see()
+    builder.add_step()
+    module = builder.module()
+    emitted = case_of(substituted(module, NARROW)).emitted
+    section = replace(FOUND, rows=FOUND.rows[1:2]).to_bytes()
+    base = {**emitted.sections, "plan": emitted.plan_bytes, SECTION: section}
+    changed = replace(
+        module,
+        weights=tuple(
+            replace(w, array=w.array[::-1].copy()) if w.section.startswith("expert.") else w
+            for w in module.weights
+        ),
+    )
+    tried: list[bool] = []
+
+    def trial(self: stage._Stage, made: Substituted) -> tuple[Plan, dict[str, list[bool]]]:
+        plan = emit_plan(
+            stage.schedule_module(made.module, None).module,
+            weights_packed={**self.packed, **made.packed},
+        ).plan
+        tried.append(True)
+        marks = {NARROW: [at < right for at in range(100)]}
+        return plan, {"": [True] * 100, **marks}
+
+    monkeypatch.setattr(stage._Stage, "trial", trial)
+    banded, packed = choose(changed, record_of(changed), base, tmp_path)
+    facts = banded.facts[SECTION]
+    assert isinstance(facts, dict)
+    assert ("fitted_for_base" in facts) is is_kept
+    assert len(tried) == (1 if is_kept else 2)
+    if is_kept:
+        made = obey(banded.module, schedule_ops(banded.module))
+        new = emit_plan(made, weights_packed=packed)
+        dense = {name for name in new.sections if name.startswith("dense.")}
+        assert dense == {"dense.L0", "dense.L1"}
+        assert {name: new.sections[name] for name in dense} == {name: base[name] for name in dense}
 
 
 def test_a_machine_that_runs_nothing_says_so(
