@@ -112,8 +112,18 @@ def main() -> None:
     os.chdir(ROOT)
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "dashboards.conf.settings")
     from django.core.management import execute_from_command_line
+    from pydantic import ValidationError
 
-    execute_from_command_line(sys.argv)
+    from builds.common.errors import ApplicationError
+
+    try:
+        execute_from_command_line(sys.argv)
+    except ApplicationError as error:
+        fail(str(error), error.hint)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = "_".join(str(part) for part in wrong["loc"]).upper()
+        fail(f"setting SPARSEFLEET_{name.removeprefix('SPARSEFLEET_')}: {wrong['msg']}")
 
 
 if __name__ == "__main__":

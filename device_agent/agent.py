@@ -290,6 +290,7 @@ class Agent:
             patcher=self.patcher,
             low_space=self.low_space,
             keeps_in_memory=self.engine.keeps_in_memory,
+            answering=lambda: self.host.manifest_sha256,
             stop_answering=lambda: self.host.swap(None),
             require_wanted=self.poller.watch.require_wanted,
         )

@@ -55,7 +55,8 @@ def read_status(config: AgentConfig) -> Status:
     document["update"] = _update(disk, folder / "journal")
     document["floors"] = _floors(disk, folder / "trust", is_enrolled=document["enrolled"])
     document["denied"] = _denied(config)
-    document["live"] = _live(disk, folder / LIVE_FILE)
+    document["live"] = live = _live(disk, folder / LIVE_FILE)
+    document["answering"] = _answering(table.current, live)
     return Status(document)
 
 
@@ -158,6 +159,17 @@ def _live(disk: Disk, path: Path) -> dict[str, Any] | None:
     if not isinstance(document, dict):
         return None
     return {"running": _is_alive(document.get("pid")), **document}
+
+
+def _answering(current: Pointer | None, live: dict[str, Any] | None) -> str:
+    """Return whether the bundle that should run answers, in words."""
+    if live is None or not live["running"]:
+        return "no: the agent does not run"
+    if current is None:
+        return "no: nothing is installed"
+    if live.get("running_manifest_sha256") == current.manifest_sha256:
+        return "yes"
+    return "no: the bundle does not load, see the log; it is mended with the next offer"
 
 
 def _is_alive(pid: object) -> bool:

@@ -89,7 +89,7 @@ def _parse(path: Path, limits: ImportLimits) -> onnx.ModelProto:
             raise exceeded("max_file_bytes", f"{path.name} has {size} bytes", limits)
         if size == 0:
             raise MalformedModelError(f"{path.name} is empty", hint=truncated)
-        return onnx.load(path, load_external_data=False)
+        return onnx.load(path, format="protobuf", load_external_data=False)
     except OSError as error:
         raise MalformedModelError(
             f"{path.name} cannot be read: {error.strerror}",

@@ -196,7 +196,7 @@ def installed_bundle(state_dir: Path) -> tuple[ObjectStore, Pointer]:
     current = Slots(Disk(), state_dir / "slots").load().current
     if current is None:
         raise NoBundleError("no bundle is installed", hint="run the agent until it has one")
-    return ObjectStore(Disk(), state_dir, max_bytes=0), current
+    return ObjectStore(Disk(), state_dir, max_bytes=0, is_guest=True), current
 
 
 def load_bundle(

@@ -115,7 +115,7 @@ def load(arguments: list[str]) -> tuple[LoadedBundle, int]:
     if len(arguments) == 1:
         return load_directory(Path(arguments[0])), threads
     state_dir, sha256, size = arguments
-    store = ObjectStore(Disk(), Path(state_dir), max_bytes=0)
+    store = ObjectStore(Disk(), Path(state_dir), max_bytes=0, is_guest=True)
     return load_bundle(
         store, Pointer(require_sha256(sha256, "manifest"), int(size), "", 0)
     ), threads

@@ -33,7 +33,15 @@ HASH_BLOCK_BYTES: Final = 1 << 20
 class ObjectStore:
     """Content-addressed files below one folder, with a quota."""
 
-    def __init__(self, disk: Disk, folder: Path, *, max_bytes: int, reserve_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        *,
+        max_bytes: int,
+        reserve_bytes: int = 0,
+        is_guest: bool = False,
+    ) -> None:
         """Use `folder`, made if needed.
 
         Args:
@@ -41,12 +49,14 @@ class ObjectStore:
             folder: Holds `objects` and `partial`.
             max_bytes: Most bytes of whole and partial objects together.
             reserve_bytes: Free space of the file system that is never used.
+            is_guest: The store is an agent's, and only read here: what is damaged stays.
         """
         self._disk = disk
         self._objects = folder / "objects"
         self._partial = folder / "partial"
         self.max_bytes: Final = max_bytes
         self.reserve_bytes: Final = reserve_bytes
+        self._is_guest = is_guest
         disk.make_dir(self._objects)
         disk.make_dir(self._partial)
 
@@ -148,8 +158,7 @@ class ObjectStore:
         view = self._map(sha256, size_bytes)
         if hashlib.sha256(view).hexdigest() != sha256:
             view.release()
-            self.forget(sha256)
-            raise DamagedError(f"object {sha256[:16]} is damaged and was dropped")
+            raise self._damaged(sha256)
         return view
 
     def verify(self, sha256: str, size_bytes: int) -> "ReadObject":
@@ -167,8 +176,7 @@ class ObjectStore:
             digest.update(found.read(HASH_BLOCK_BYTES, offset))
         if digest.hexdigest() != sha256:
             found.close()
-            self.forget(sha256)
-            raise DamagedError(f"object {sha256[:16]} is damaged and was dropped")
+            raise self._damaged(sha256)
         return found
 
     def open(self, sha256: str, size_bytes: int) -> int:
@@ -198,7 +206,9 @@ class ObjectStore:
             return None
 
     def forget(self, sha256: str) -> None:
-        """Remove an object and what is left of writing it."""
+        """Remove an object and what is left of writing it; a guest leaves it."""
+        if self._is_guest:
+            return
         self._disk.remove(self.path(sha256))
         self._disk.remove(self._partial / _name(sha256))
 
@@ -220,6 +230,11 @@ class ObjectStore:
 
     def _is_whole(self, partial: Path) -> bool:
         return (self._objects / partial.name).exists()
+
+    def _damaged(self, sha256: str) -> DamagedError:
+        self.forget(sha256)
+        end = "" if self._is_guest else " and was dropped"
+        return DamagedError(f"object {sha256[:16]} is damaged{end}")
 
     def _map(self, sha256: str, size_bytes: int) -> memoryview:
         fd = self.open(sha256, size_bytes)

@@ -45,6 +45,7 @@ class InstallSteps:
     Attributes:
         patcher: Applies deltas.
         keeps_in_memory: Whether the running bundle needs its objects no more.
+        answering: Returns the manifest of the bundle that answers, or an empty string.
         stop_answering: Ends the running bundle.
         require_wanted: Raises when the server withdrew the update.
     """
@@ -61,11 +62,16 @@ class InstallSteps:
     patcher: Patcher
     low_space: LowSpace
     keeps_in_memory: bool
+    answering: Callable[[], str]
     stop_answering: Callable[[], None]
     require_wanted: Callable[[UpdateContext], None]
 
     def verify(self, context: UpdateContext) -> StepResult:
-        """Verify the offer, keep the manifest, and decide what has to be fetched."""
+        """Verify the offer, keep the manifest, and decide what has to be fetched.
+
+        The bundle that should run already is mended like one that is new, if it does not answer or
+        a section of it is gone.
+        """
         config = self.config
         policy = RetryPolicy(
             config.retry_first_s,
@@ -81,14 +87,14 @@ class InstallSteps:
             )
         except PostponedError as error:
             return StepResult(Event.POSTPONED, replace(context, message=str(error)))
-        current = self.slots.table.current
-        is_running = current is not None and current.manifest_sha256 == context.manifest_sha256
-        if not is_running:
+        if not self._is_current(context):
             self._require_not_denied(release)
         self.store.put(release.manifest_bytes, release.directive.sha256)
         self.store.sync()
         verified = self._planned(context, release)
-        return StepResult(Event.ALREADY_RUNNING if is_running else Event.VERIFIED, verified)
+        answers = self.answering() == context.manifest_sha256 and self._is_current(context)
+        is_whole = answers and not verified.needed_bytes
+        return StepResult(Event.ALREADY_RUNNING if is_whole else Event.VERIFIED, verified)
 
     def download(self, context: UpdateContext) -> StepResult:
         """Fetch the delta, or every section that is not here; open what came sealed."""
@@ -140,8 +146,13 @@ class InstallSteps:
                 raise
             repaired = self._without_delta(context, manifest, None)
             return StepResult(Event.INCOMPLETE, replace(repaired, repairs=context.repairs + 1))
-        self.slots.stage(pointer_of(context, manifest))
+        if not self._is_current(context):
+            self.slots.stage(pointer_of(context, manifest))
         return StepResult(Event.STAGED, context)
+
+    def _is_current(self, context: UpdateContext) -> bool:
+        current = self.slots.table.current
+        return current is not None and current.manifest_sha256 == context.manifest_sha256
 
     def fetched_bytes(self, context: UpdateContext) -> int:
         """Return the payload bytes of the update that are here; what was sent twice counts once."""

@@ -67,6 +67,8 @@ class SwitchSteps:
                 raise
             self.probation_watch.begin(context.manifest_sha256)
             self.host.swap(answerer)
+        elif table.current is not None and not self.host.manifest_sha256:
+            self.host.swap(self.engine.start(table.current))  # mended; it had not loaded
         return StepResult(Event.ACTIVATED, context)
 
     def probation(self, context: UpdateContext) -> StepResult | None:
