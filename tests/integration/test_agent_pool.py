@@ -97,7 +97,7 @@ def test_it_answers_the_same_within_the_budget(
     assert not any(record.degraded or record.faults for record in records)
     gauges = known_gauges(guard.facts)
     told = {name for name in GAUGES if name.startswith(("expert_", "fragmentation_", "resident_"))}
-    assert len(told) == 9
+    assert len(told) == 13
     assert told <= gauges.keys()
     assert gauges["resident_bytes"] <= gauges["weight_bytes"] <= budget
     assert gauges["expert_hits"] > 0
