@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from securesystemslib.signer import CryptoSigner
 from tuf.api.metadata import Metadata, Root, TargetFile, Targets
+from tuf.api.serialization import SerializationError
 
 from builds.common.errors import ApplicationError
 from builds.onnx_outline import require_onnx
@@ -242,7 +243,10 @@ def _signed(verify: Callable[..., object], path: str) -> Parse:
         target = TargetFile(10, {"sha256": "0" * 64}, path, {"custom": parse_object(data)})
         soon = datetime.now(UTC) + timedelta(days=1)
         signed = Metadata(Targets(1, expires=soon, targets={path: target}))
-        signed.sign(signer)
+        try:
+            signed.sign(signer)
+        except SerializationError:  # a fraction, for example: nobody can sign it
+            return None
         return verify(signed.to_bytes(), root, lambda _version: None, _expected())
 
     return parse
