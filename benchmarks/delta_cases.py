@@ -40,14 +40,12 @@ class Case:
         section: The expert after it.
         parts: The same as numbers.
         dense: Whether weights all over the expert changed.
-        fresh: Whether it got new scales.
     """
 
     name: str
     section: SectionBytes
     parts: Parts
     dense: bool = False
-    fresh: bool = False
 
 
 class Expert:
@@ -82,7 +80,7 @@ class Expert:
             quantise_w4(weight + delta * np.float32(size), None if fresh else matrix.grid)
             for weight, delta, matrix in zip(self.weights, change, self.matrices, strict=True)
         ]
-        return Case(name, *_laid_out(made, self.masks), dense=True, fresh=fresh)
+        return Case(name, *_laid_out(made, self.masks), dense=True)
 
     def _structured(self, name: str, high: int, wide: int) -> Case:
         made = []

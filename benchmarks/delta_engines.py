@@ -11,7 +11,6 @@ file of [kind, offset, length], which ours reads. `run` starts it; called by `be
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -185,11 +184,7 @@ def _of_program(command: list[str]) -> Cost:
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
         raise SystemExit(f"error: {' '.join(command)} ended with {child.returncode}")
-    return Cost(usage.ru_utime + usage.ru_stime, _resident(usage))
-
-
-def _resident(usage: resource.struct_rusage) -> int:
-    return usage.ru_maxrss
+    return Cost(usage.ru_utime + usage.ru_stime, usage.ru_maxrss)
 
 
 def _main(words: list[str]) -> None:

@@ -20,14 +20,13 @@ from typing import Final
 from benchmarks.answer import CACHE
 from benchmarks.runner import Claim, main
 from compiler.contract.protocol import OfferKind, UpdateState
-from compiler.delta import SectionBytes
 from compiler.driver.compile import compile_model
 from compiler.driver.native_check import host_target
 from compiler.driver.options import CompileOptions
 from device_agent.ports import Ports
 from device_agent.states import State
 from examples.edgecard.materialise import materialise
-from tests.simulators.bundles import ToyBundle
+from tests.simulators.bundles import ToyBundle, released
 from tests.simulators.device import Device, toy_config
 from tests.simulators.release_server import ReleaseServer
 
@@ -69,9 +68,7 @@ def _build(version: str, folder: Path) -> ToyBundle:
         raise SystemExit(f"error: no target runs on this machine ({platform.machine()})")
     options = CompileOptions(target.id, "edgecard", version, int(version[1:]), cache_dir=CACHE)
     compiled = compile_model(materialise(version, folder / version), options)
-    planes = {section.component: section.planes for section in compiled.manifest.sections}
-    sections = {name: SectionBytes(data, planes[name]) for name, data in compiled.sections.items()}
-    return ToyBundle(compiled.manifest, sections)
+    return released(compiled)
 
 
 def _claims(server: ReleaseServer, folder: Path, bundles: list[ToyBundle]) -> list[Claim]:

@@ -23,6 +23,7 @@ from compiler.delta.sections import (
     SectionFile,
     SectionSource,
     Sink,
+    with_planes,
 )
 
 __all__ = [
@@ -48,5 +49,6 @@ __all__ = [
     "encode_delta",
     "patch_in_place",
     "verify_sections",
+    "with_planes",
     "write_delta",
 ]

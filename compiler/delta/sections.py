@@ -6,12 +6,13 @@ reads both bundles through `SectionSource`, a range at a time, so that neither n
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
 from compiler.contract.canonical import sha256_hex
+from compiler.contract.manifest import Section
 from compiler.contract.planes import Plane, require_component, require_cover
 
 _HASHED_AT_ONCE: Final = 1 << 20
@@ -127,6 +128,19 @@ class Sources:
         """Return a range of a section; a section that the bundle does not have is empty."""
         section = self._sections.get(component)
         return section.read(length, offset) if section is not None else b""
+
+
+def with_planes(sections: Iterable[Section], data: Mapping[str, bytes]) -> dict[str, SectionBytes]:
+    """Return the bytes of a bundle's sections with the layouts that its manifest gives.
+
+    Args:
+        sections: Of the manifest.
+        data: Component to bytes, for each of them.
+
+    Raises:
+        ContractError: The planes do not cover the data.
+    """
+    return {item.component: SectionBytes(data[item.component], item.planes) for item in sections}
 
 
 class MemorySections:

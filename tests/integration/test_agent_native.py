@@ -15,7 +15,7 @@ from compiler.contract.fingerprint import target_of
 from compiler.contract.protocol import DeltaOffer, OfferKind, UpdateState
 from compiler.delta import EncodeOptions, SectionBytes, encode_delta
 from compiler.driver.compile import compile_model
-from compiler.driver.options import CompiledBundle, CompileOptions
+from compiler.driver.options import CompileOptions
 from compiler.emitters.toolchain import compile_shared
 from compiler.hardware.targets import find_target
 from device_agent.cli import main
@@ -25,22 +25,13 @@ from device_agent.probe.linux import probe
 from device_agent.runtime.evaluation import EvaluationSet, load_evaluation
 from examples.edgecard.materialise import materialise
 from tests.factories.trace_files import read_chrome, read_perfetto
-from tests.simulators.bundles import ToyBundle
+from tests.simulators.bundles import ToyBundle, released
 from tests.simulators.device import Device, toy_config
 from tests.simulators.release_server import ReleaseServer
 
 CARDS = 6
 WAIT_S = 300.0
 """Nothing here takes as long, on a machine however busy."""
-
-
-def released(compiled: CompiledBundle) -> ToyBundle:
-    """Return a compiled bundle in the form that the release server publishes."""
-    planes = {section.component: section.planes for section in compiled.manifest.sections}
-    return ToyBundle(
-        compiled.manifest,
-        {name: SectionBytes(data, planes[name]) for name, data in compiled.sections.items()},
-    )
 
 
 def with_section(bundle: ToyBundle, name: str, data: bytes, release_seq: int) -> ToyBundle:

@@ -19,13 +19,12 @@ import pytest
 
 from compiler.contract.canonical import sha256_hex
 from compiler.contract.protocol import DeltaOffer, OfferKind, UpdateState
-from compiler.delta import EncodeOptions, SectionBytes, encode_delta
-from compiler.driver.options import CompiledBundle
+from compiler.delta import EncodeOptions, encode_delta
 from device_agent.ports import Ports
 from device_agent.runtime.evaluation import load_evaluation
 from device_agent.storage.journal import read_records
 from tests.factories.bundles import compiled_here, submission
-from tests.simulators.bundles import ToyBundle
+from tests.simulators.bundles import ToyBundle, released
 from tests.simulators.device import Device, toy_config
 from tests.simulators.release_server import ReleaseServer, Update
 
@@ -35,14 +34,6 @@ SAMPLE, MOST = 10, 200
 LONGEST_S = 2.5
 """From the first answer of an agent to its kill: longer than an update takes."""
 WAIT_S = 300.0
-
-
-def released(compiled: CompiledBundle) -> ToyBundle:
-    planes = {section.component: section.planes for section in compiled.manifest.sections}
-    return ToyBundle(
-        compiled.manifest,
-        {name: SectionBytes(data, planes[name]) for name, data in compiled.sections.items()},
-    )
 
 
 @dataclass

@@ -8,7 +8,8 @@ from compiler.contract.canonical import sha256_hex
 from compiler.contract.manifest import ReleaseManifest, Requirements, Sealed, Section, target_path
 from compiler.contract.planes import Plane
 from compiler.contract.sealing import seal
-from compiler.delta import EncodeOptions, SectionBytes, encode_delta
+from compiler.delta import EncodeOptions, SectionBytes, encode_delta, with_planes
+from compiler.driver.options import CompiledBundle
 
 CODES = 4096
 SCALES = 256
@@ -92,6 +93,11 @@ def toy_bundle(spec: ToySpec) -> ToyBundle:
         provenance_sha256=sha256_hex(b"toy"),
     )
     return ToyBundle(manifest, sections)
+
+
+def released(compiled: CompiledBundle) -> ToyBundle:
+    """Return a compiled bundle in the form that the release server publishes."""
+    return ToyBundle(compiled.manifest, with_planes(compiled.manifest.sections, compiled.sections))
 
 
 def sealed_toy(bundle: ToyBundle, key: bytes) -> ToyBundle:

@@ -9,7 +9,7 @@ from typing import Final
 from compiler.contract.canonical import Json
 from compiler.contract.manifest import ReleaseManifest
 from compiler.contract.plan import Plan, PlanProgram, parse_plan
-from compiler.delta import SectionBytes, encode_delta
+from compiler.delta import SectionBytes, encode_delta, with_planes
 from compiler.driver.bundle_files import bundle_replays, read_bundle
 from compiler.driver.commands.base import Answer, Command, Console, shown_bytes, table
 from compiler.driver.commands.inspect_bundle import call_text
@@ -35,7 +35,7 @@ def _run(options: argparse.Namespace, console: Console) -> Answer:
     sections = _section_rows(old, new)
     plan = plan_difference(parse_plan(old[1]["plan"]), parse_plan(new[1]["plan"]))
     console.progress("delta", 0.2)
-    delta = encode_delta(_with_planes(old), _with_planes(new), replays=bundle_replays(options.new))
+    delta = encode_delta(_sections(old), _sections(new), replays=bundle_replays(options.new))
     report = delta.report
     total = sum(len(data) for data in new[1].values())
     update: dict[str, Json] = {
@@ -110,9 +110,9 @@ def _call_texts(plan: Plan, program: PlanProgram | None) -> list[str]:
     return [call_text(plan, call) for call in program.calls] if program is not None else []
 
 
-def _with_planes(bundle: Bundle) -> Mapping[str, SectionBytes]:
-    planes = {section.component: section.planes for section in bundle[0].sections}
-    return {name: SectionBytes(data, planes[name]) for name, data in bundle[1].items()}
+def _sections(bundle: Bundle) -> Mapping[str, SectionBytes]:
+    manifest, data = bundle
+    return with_planes(manifest.sections, data)
 
 
 COMMAND = Command(
