@@ -223,8 +223,7 @@ class Agent:
         is_known = machine.state is not State.IDLE and context is not None
         if is_known and context is not None and context.manifest_sha256 == job.new_sha256:
             return
-        current = self.slots.table.current
-        if current is not None and current.manifest_sha256 == job.new_sha256:
+        if self.slots.table.runs(job.new_sha256):
             self.slots.commit()
             self.slots.drop_other()
             self.low_space.keep()

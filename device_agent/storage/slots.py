@@ -69,6 +69,10 @@ class SlotTable:
         """Return the running bundle."""
         return self._get(self.active)
 
+    def runs(self, manifest_sha256: str) -> bool:
+        """Return whether this is the running bundle, or the one that should run."""
+        return self.current is not None and self.current.manifest_sha256 == manifest_sha256
+
     @property
     def inactive(self) -> str:
         """Return the name of the slot that does not run."""

@@ -87,12 +87,13 @@ class InstallSteps:
             )
         except PostponedError as error:
             return StepResult(Event.POSTPONED, replace(context, message=str(error)))
-        if not self._is_current(context):
+        is_current = self.slots.table.runs(context.manifest_sha256)
+        if not is_current:
             self._require_not_denied(release)
         self.store.put(release.manifest_bytes, release.directive.sha256)
         self.store.sync()
         verified = self._planned(context, release)
-        answers = self.answering() == context.manifest_sha256 and self._is_current(context)
+        answers = is_current and self.answering() == context.manifest_sha256
         is_whole = answers and not verified.needed_bytes
         return StepResult(Event.ALREADY_RUNNING if is_whole else Event.VERIFIED, verified)
 
@@ -146,13 +147,9 @@ class InstallSteps:
                 raise
             repaired = self._without_delta(context, manifest, None)
             return StepResult(Event.INCOMPLETE, replace(repaired, repairs=context.repairs + 1))
-        if not self._is_current(context):
+        if not self.slots.table.runs(context.manifest_sha256):
             self.slots.stage(pointer_of(context, manifest))
         return StepResult(Event.STAGED, context)
-
-    def _is_current(self, context: UpdateContext) -> bool:
-        current = self.slots.table.current
-        return current is not None and current.manifest_sha256 == context.manifest_sha256
 
     def fetched_bytes(self, context: UpdateContext) -> int:
         """Return the payload bytes of the update that are here; what was sent twice counts once."""
@@ -245,8 +242,7 @@ class InstallSteps:
         Raises:
             DiskFullError: Not even that is possible.
         """
-        current = self.slots.table.current
-        is_base = current is not None and current.manifest_sha256 == base.sha256
+        is_base = self.slots.table.runs(base.sha256)
         if not (self.low_space.is_allowed and is_base and plan.delta):
             return False
         if self._has_room(plan, release.manifest):

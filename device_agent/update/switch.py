@@ -178,7 +178,6 @@ def _failure(context: UpdateContext) -> Failure:
 
 def slot_fact(slots: Slots, manifest_sha256: str) -> SlotFact:
     """Return what the slots say about a bundle."""
-    current = slots.table.current
-    if current is None or current.manifest_sha256 != manifest_sha256:
+    if not slots.table.runs(manifest_sha256):
         return SlotFact.NOT_RUNNING
     return SlotFact.ON_TRIAL if slots.table.on_trial else SlotFact.COMMITTED
