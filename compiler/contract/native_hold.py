@@ -8,6 +8,7 @@
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, Self
@@ -19,7 +20,7 @@ from compiler.contract.native_library import KernelLibrary
 BUSY: Final = "the plan is closed, or already running in another thread"
 
 
-class Held:
+class Held(ABC):
     """A library that one thread at a time calls; a second caller is refused."""
 
     def __init__(self, library: KernelLibrary) -> None:
@@ -30,13 +31,13 @@ class Held:
         self._library: KernelLibrary | None = library
         self._loaded: KernelLibrary | None = library
 
+    @abstractmethod
     def _is_bound(self) -> bool:
         """Return whether it needs threads of the process that opened it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _unload(self, library: KernelLibrary) -> None:
         """Free what was made with the library, and the library; called once."""
-        raise NotImplementedError
 
     @contextmanager
     def _held(self, refusal: str = BUSY, *, waits: bool = False) -> Iterator[KernelLibrary]:
