@@ -38,14 +38,13 @@ from compiler.contract.bands import (
     parse_bands,
 )
 from compiler.contract.canonical import Json, canonical_bytes, parse_object
-from compiler.contract.pipeline import Pipeline, parse_pipeline
+from compiler.contract.pipeline import Pipeline
 from compiler.contract.plan import Plan
 from compiler.contract.selftest_process import load_plan
 from compiler.contract.session import Buffer, PlanRunner, RunnerBefore
-from compiler.driver.cards import Card, read_cards
+from compiler.driver.cards import Card, read_calibration
 from compiler.driver.evaluate import answer_cards
 from compiler.driver.forks import map_forked
-from compiler.driver.provenance import CALIBRATION
 
 MAX_LOSS: Final = 5_000
 """The most accuracy that variants may lose, millionths of the questions: 0.5 %, with the confidence
@@ -217,10 +216,10 @@ def _at_once(choose: Callable[[int], Band], places: Sequence[int]) -> list[Band]
 
 def main(bundle: Path, submission: Path) -> int:
     """Print the trial of a bundle as JSON."""
-    pipeline = parse_pipeline((bundle / "pipeline").read_bytes())
-    if pipeline.image is None:
+    asked = read_calibration(bundle, submission)
+    if asked is None:
         return 1
-    cards = read_cards(submission, CALIBRATION, pipeline.image)
+    pipeline, cards = asked
     with load_plan(bundle) as plan:
         trial = try_bands(plan, pipeline, cards, top_k_of(plan.plan), each=_at_once)
     sys.stdout.write(trial_bytes(trial).decode())

@@ -24,7 +24,7 @@ from compiler.contract.fields import (
     require_list,
     require_text,
 )
-from compiler.contract.pipeline import ImageSpec
+from compiler.contract.pipeline import ImageSpec, Pipeline, parse_pipeline
 from compiler.driver.provenance import CALIBRATION
 from compiler.errors import UNREADABLE, MalformedModelError
 from compiler.frontend.pipeline_json import read_pipeline
@@ -68,6 +68,26 @@ class Card:
 
     image: bytes
     questions: tuple[Question, ...]
+
+
+def read_calibration(bundle: Path, submission: Path) -> tuple[Pipeline, tuple[Card, ...]] | None:
+    """Return what a trial in a process of its own asks: a pipeline, the calibration cards.
+
+    Args:
+        bundle: Directory of section files.
+        submission: Where the cards are.
+
+    Returns:
+        None for a pipeline that sees no pictures, which no card asks.
+
+    Raises:
+        ContractError: The pipeline cannot be read.
+        MalformedModelError: The cards cannot.
+    """
+    pipeline = parse_pipeline((bundle / "pipeline").read_bytes())
+    if pipeline.image is None:
+        return None
+    return pipeline, read_cards(submission, CALIBRATION, pipeline.image)
 
 
 def read_cards(directory: Path, stem: str, image: ImageSpec) -> tuple[Card, ...]:

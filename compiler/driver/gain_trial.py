@@ -10,11 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from compiler.contract.pipeline import Pipeline, parse_pipeline
+from compiler.contract.pipeline import Pipeline
 from compiler.contract.selftest_process import load_plan
 from compiler.contract.session import PlanRunner, Session
-from compiler.driver.cards import Card, read_cards
-from compiler.driver.provenance import CALIBRATION
+from compiler.driver.cards import Card, read_calibration
 from compiler.driver.questions import RightAnswer, chosen_cards
 
 
@@ -42,10 +41,10 @@ def answer_scores(runner: PlanRunner, pipeline: Pipeline, cards: Sequence[Card])
 
 def main(bundle: Path, submission: Path) -> int:
     """Print the scores as JSON."""
-    pipeline = parse_pipeline((bundle / "pipeline").read_bytes())
-    if pipeline.image is None:
+    asked = read_calibration(bundle, submission)
+    if asked is None:
         return 1
-    cards = read_cards(submission, CALIBRATION, pipeline.image)
+    pipeline, cards = asked
     with load_plan(bundle) as plan:
         sys.stdout.write(json.dumps(answer_scores(plan, pipeline, cards)))
     return 0

@@ -22,7 +22,7 @@ from compiler.analysis.expert_cache import ExpertCache, LeastStale
 from compiler.contract.bands import BandedRunner, Bands, parse_bands
 from compiler.contract.native import NativePlan
 from compiler.contract.operations import ExpertEvent
-from compiler.contract.pipeline import Pipeline, parse_pipeline
+from compiler.contract.pipeline import Pipeline
 from compiler.contract.plan import Plan
 from compiler.contract.router_stats import PER_MILLE, RouterStats, parse_router_stats
 from compiler.contract.selftest_process import load_plan
@@ -30,10 +30,9 @@ from compiler.contract.session import Buffer, PlanRunner, RunnerBefore
 from compiler.contract.steered_runner import SteeredRunner
 from compiler.contract.steering import Residency, Steering, steered_experts
 from compiler.contract.steering_points import MILLI, Point, modality_bias
-from compiler.driver.cards import Card, read_cards
+from compiler.driver.cards import Card, read_calibration
 from compiler.driver.evaluate import answer_cards
 from compiler.driver.forks import map_forked
-from compiler.driver.provenance import CALIBRATION
 
 NOTHING: Final = Steering()
 
@@ -145,16 +144,17 @@ def judge_all(trial: Trial, points: Sequence[Point | None]) -> list[str]:
 
 def main(bundle: Path, submission: Path, candidates: Path) -> int:
     """Print what candidates did, as JSON."""
-    pipeline = parse_pipeline((bundle / "pipeline").read_bytes())
-    if pipeline.image is None:
+    calibration = read_calibration(bundle, submission)
+    if calibration is None:
         return 1
+    pipeline, cards = calibration
     asked = json.loads(candidates.read_bytes())
     bands = bundle / "bands"
     with load_plan(bundle) as plan:
         trial = Trial(
             plan,
             pipeline,
-            read_cards(submission, CALIBRATION, pipeline.image),
+            cards,
             parse_bands(bands.read_bytes()) if bands.exists() else None,
             parse_router_stats((bundle / "router_stats").read_bytes()),
             asked["resident"],

@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from compiler.contract.pipeline import Pipeline, parse_pipeline
+from compiler.contract.pipeline import Pipeline
 from compiler.contract.selftest_process import load_plan
 from compiler.contract.session import PlanRunner
 from compiler.contract.substitutes import Substitute, SubstituteRunner, substitutes_in
-from compiler.driver.cards import Card, read_cards
+from compiler.driver.cards import Card, read_calibration
 from compiler.driver.evaluate import answer_cards
 from compiler.driver.forks import map_forked
-from compiler.driver.provenance import CALIBRATION
 from compiler.driver.questions import evenly, held_out
 
 MOST_CARDS: Final = 48
@@ -44,10 +43,10 @@ def marks(
 
 def main(bundle: Path, submission: Path) -> int:
     """Print the marks without a substitute and with each one, as JSON by kind."""
-    pipeline = parse_pipeline((bundle / "pipeline").read_bytes())
-    if pipeline.image is None:
+    asked = read_calibration(bundle, submission)
+    if asked is None:
         return 1
-    cards = trial_cards(read_cards(submission, CALIBRATION, pipeline.image))
+    pipeline, cards = asked[0], trial_cards(asked[1])
     with load_plan(bundle) as plan:
         kinds = (None, *substitutes_in(plan.plan))
         texts = map_forked(lambda kind: json.dumps(marks(plan, pipeline, cards, kind)), kinds)
